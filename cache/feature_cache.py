@@ -1,0 +1,459 @@
+"""All tables of a repository behind one budget: slabs, frames and lookups by table name."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from cache.device import Device, Output
+from cache.errors import AbsentKeyError, CacheError, UnknownTableError
+from cache.plan import TIER_ABSENT, TIER_DEVICE, TIER_HOST, TIER_SOURCE
+from cache.row_cache import RowCache, SlabFrame, SlabLayout
+from cache.slab_index import (
+    ABSENT_KEYS,
+    DEVICE_EVICTIONS,
+    DEVICE_HITS,
+    HOST_EVICTIONS,
+    HOST_HITS,
+    SOURCE_ROWS,
+    SPILLS,
+    locate_keys,
+)
+from cache.sources import FileSource
+from cache.table import Table, read_tables
+
+log = logging.getLogger(__name__)
+
+MAX_POSITIONS = 8192
+_MAX_STAGING_BYTES = 64 * 1024 * 1024  # of one slab
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Keys to look up, and where their rows go.
+
+    `keys` is int64 [n]; key p is of table `tables[p % len(tables)]`; all the tables have the same
+    `dim`. `out` is a C-contiguous float32 device array [n, dim].
+    """
+
+    tables: tuple[str, ...]
+    keys: NDArray[np.int64]
+    out: Any
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """Where the rows came from, by position: `tiers` is uint8 [n] of TIER_DEVICE, ... TIER_ABSENT.
+
+    The first position of a row that the device tier lacks counts for the tier that has it; its
+    repeats in the same lookup count as device hits, because they cost no fetch.
+    """
+
+    tiers: NDArray[np.uint8]
+    num_device: int
+    num_host: int
+    num_source: int
+    num_absent: int
+
+
+@dataclass(frozen=True, slots=True)
+class TableStats:
+    """Counts of one table since the start; lookups in positions, the rest in rows."""
+
+    name: str
+    num_rows: int
+    dim: int
+    device_hits: int
+    device_misses: int
+    host_hits: int
+    host_misses: int
+    source_rows: int
+    absent_keys: int
+    device_evictions: int
+    host_evictions: int
+    spills: int
+    device_rows: int
+    host_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlabStats:
+    """Sizes and fill of one slab, in slots."""
+
+    slot_bytes: int
+    tables: tuple[str, ...]
+    mode: str
+    device_slots: int
+    device_used: int
+    host_slots: int
+    host_used: int
+    leases: int
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureCacheStats:
+    """Everything that is counted, at one moment."""
+
+    slabs: tuple[SlabStats, ...]
+    tables: tuple[TableStats, ...]
+
+
+class Frame:
+    """What one batch holds until its model has run: the plans, leases and events of its lookups."""
+
+    def __init__(self, cache: FeatureCache) -> None:
+        self._cache = cache
+        self._slab_frames: dict[int, SlabFrame] = {}
+
+    def lookup(self, lookups: Sequence[Lookup]) -> list[LookupResult]:
+        """Look up all keys of a batch and write the rows to the lookups' `out`.
+
+        Blocks while rows are read from the source. Keys of one slab are one lookup of it, in order
+        of the list; more than `max_positions` of them are looked up in parts, one after the other.
+        Raises `UnknownTableError`, `AbsentKeyError` and `SourceError`.
+        """
+        return self._cache._lookup(lookups, self)
+
+    def slab_frame(self, number: int, slab: RowCache) -> SlabFrame:
+        """The frame's part for one slab."""
+        if number not in self._slab_frames:
+            self._slab_frames[number] = slab.new_frame()
+        return self._slab_frames[number]
+
+    def finish(self, slabs: Sequence[RowCache]) -> None:
+        """Wait for the device and end all leases."""
+        for number, slab_frame in self._slab_frames.items():
+            slabs[number].finish(slab_frame)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Positions `first`..`stop` of one lookup."""
+
+    index: int
+    first: int
+    stop: int
+
+
+class FeatureCache:
+    """The tables of a repository; tables of one slot size share a slab."""
+
+    def __init__(self, slabs: Sequence[RowCache], num_frames: int) -> None:
+        self._slabs = list(slabs)
+        self._table_to_slab = {
+            table.name: (number, index)
+            for number, slab in enumerate(slabs)
+            for index, table in enumerate(slab.tables)
+        }
+        tables = {table.name: table for slab in slabs for table in slab.tables}
+        self.tables: Mapping[str, Table] = MappingProxyType(dict(sorted(tables.items())))
+        self._free_frames = [Frame(self) for _ in range(num_frames)]
+        self._has_free_frame = threading.Condition()
+
+    @classmethod
+    def open(
+        cls,
+        root: Path,
+        device: Device,
+        *,
+        table_memory_bytes: int,
+        host_memory_bytes: int,
+        is_direct_io: bool = True,
+        num_frames: int = 4,
+        max_positions: int = MAX_POSITIONS,
+        show_progress: bool = False,
+    ) -> FeatureCache:
+        """Open the tables in the folders of `root`, and fill inclusive host tiers.
+
+        Slabs share `table_memory_bytes` of the device and `host_memory_bytes` by the bytes of their
+        rows. A slab whose rows all fit in its share of the host is loaded there. Raises
+        `TableError`, `OutOfMemoryError` and `SourceError`.
+        """
+        groups = _tables_by_slot_bytes(read_tables(root))
+        layouts = plan_layouts(
+            groups,
+            table_memory_bytes=table_memory_bytes,
+            host_memory_bytes=host_memory_bytes,
+            num_frames=num_frames,
+            max_positions=max_positions,
+        )
+        _make_room_for_staging(device, layouts, host_memory_bytes)
+        slabs = [
+            RowCache(tables, layout, device, FileSource(tables, is_direct_io=is_direct_io))
+            for tables, layout in zip(groups.values(), layouts, strict=True)
+        ]
+        _load_host_tiers([slab for slab in slabs if slab.layout.is_inclusive], show_progress)
+        return cls(slabs, num_frames)
+
+    def __repr__(self) -> str:
+        return f"<FeatureCache {len(self.tables)} tables {self._slabs!r}>"
+
+    @contextmanager
+    def frame(self) -> Iterator[Frame]:
+        """Take a frame, for one batch; blocks until one is free.
+
+        Leaving waits for the device's work on it and ends its leases.
+        """
+        with self._has_free_frame:
+            self._has_free_frame.wait_for(lambda: bool(self._free_frames))
+            frame = self._free_frames.pop()
+        try:
+            yield frame
+        finally:
+            frame.finish(self._slabs)
+            with self._has_free_frame:
+                self._free_frames.append(frame)
+                self._has_free_frame.notify()
+
+    def stats(self) -> FeatureCacheStats:
+        """Counts and sizes now."""
+        tables = [stats for slab in self._slabs for stats in _table_stats(slab)]
+        return FeatureCacheStats(
+            slabs=tuple(_slab_stats(slab) for slab in self._slabs),
+            tables=tuple(sorted(tables, key=lambda stats: stats.name)),
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that every slab's index agrees with itself. Slow; for tests."""
+        for slab in self._slabs:
+            slab.check_integrity()
+
+    def close(self) -> None:
+        """Give back memory and files; no frame may be out."""
+        for slab in self._slabs:
+            slab.close()
+
+    def _lookup(self, lookups: Sequence[Lookup], frame: Frame) -> list[LookupResult]:
+        slab_to_parts: dict[int, list[_Part]] = {}
+        for index, lookup in enumerate(lookups):
+            number = self._check(lookup)
+            slab_to_parts.setdefault(number, []).append(_Part(index, 0, len(lookup.keys)))
+        tiers = [np.zeros(len(lookup.keys), dtype=np.uint8) for lookup in lookups]
+        for number, parts in slab_to_parts.items():
+            slab = self._slabs[number]
+            slab_frame = frame.slab_frame(number, slab)
+            for round_parts in _rounds(parts, slab.layout.max_positions):
+                slab.finish(slab_frame)
+                self._lookup_parts(slab, slab_frame, round_parts, lookups, tiers)
+        return [_result(positions) for positions in tiers]
+
+    def _lookup_parts(
+        self,
+        slab: RowCache,
+        frame: SlabFrame,
+        parts: Sequence[_Part],
+        lookups: Sequence[Lookup],
+        tiers: Sequence[NDArray[np.uint8]],
+    ) -> None:
+        """Look up at most `max_positions` positions of one slab."""
+        num_positions = 0
+        outputs = []
+        for part in parts:
+            lookup = lookups[part.index]
+            self._locate(slab, frame, num_positions, part, lookup)
+            outputs.append(Output(num_positions, lookup.out[part.first : part.stop]))
+            num_positions += part.stop - part.first
+        slab.lookup(frame, num_positions, outputs)
+        for part, output in zip(parts, outputs, strict=True):
+            stop = output.first + part.stop - part.first
+            tiers[part.index][part.first : part.stop] = frame.origin[output.first : stop]
+
+    def _locate(
+        self, slab: RowCache, frame: SlabFrame, offset: int, part: _Part, lookup: Lookup
+    ) -> None:
+        """Write the part's rows and tables to the frame, from `offset` on."""
+        where = slice(offset, offset + part.stop - part.first)
+        # A copy, because keys may be a read-only view, which would be compiled for once more.
+        frame.keys[where] = lookup.keys[part.first : part.stop]
+        indices = [self._table_to_slab[name][1] for name in lookup.tables]
+        num_absent = locate_keys(
+            frame.keys[where],
+            np.array(indices, dtype=np.int32),
+            part.first % len(indices),
+            slab.first_row,
+            frame.rows[where],
+            frame.table_of[where],
+        )
+        if num_absent:
+            self._refuse_absent_keys(slab, frame, where)
+
+    def _refuse_absent_keys(self, slab: RowCache, frame: SlabFrame, where: slice) -> None:
+        for position in np.flatnonzero(frame.rows[where] < 0).tolist():
+            table = slab.tables[int(frame.table_of[where][position])]
+            if table.is_strict:
+                raise AbsentKeyError(
+                    f"table {table.name!r} has no key {frame.keys[where][position]}: "
+                    f"expected 0 to {table.num_rows - 1}"
+                )
+
+    def _check(self, lookup: Lookup) -> int:
+        """Return the number of the lookup's slab."""
+        for name in lookup.tables:
+            if name not in self._table_to_slab:
+                raise UnknownTableError(f"no table is called {name!r}")
+        tables = [self.tables[name] for name in lookup.tables]
+        dims = {table.dim for table in tables}
+        if len(dims) != 1:
+            raise CacheError(f"tables of one lookup have one dim, got {sorted(dims)}")
+        assert lookup.keys.dtype == np.int64
+        assert lookup.out.shape == (len(lookup.keys), tables[0].dim)
+        assert lookup.out.dtype == np.float32
+        return self._table_to_slab[lookup.tables[0]][0]
+
+
+def plan_layouts(
+    groups: Mapping[int, Sequence[Table]],
+    *,
+    table_memory_bytes: int,
+    host_memory_bytes: int,
+    num_frames: int,
+    max_positions: int,
+) -> list[SlabLayout]:
+    """Divide the two memories among slabs; `groups` are tables by slot bytes.
+
+    Staging slots are for rows on their way: each frame can hold `max_positions` rows that it
+    fetches and, with a host tier, as many that it spills. They come first out of a slab's share
+    of the host memory; a share too small for them means that there is no host tier.
+    """
+    num_rows = {size: sum(table.num_rows for table in tables) for size, tables in groups.items()}
+    slab_bytes = {size: size * rows for size, rows in num_rows.items()}
+    device_shares = split_by_need(table_memory_bytes, slab_bytes)
+    host_shares = split_by_need(host_memory_bytes, slab_bytes)
+    layouts = []
+    for size, rows in num_rows.items():
+        positions = _positions_of_one_part(size, num_frames, max_positions)
+        is_inclusive = slab_bytes[size] <= host_shares[size]
+        num_staging_slots = 2 * num_frames * positions
+        num_host_slots = max(0, host_shares[size] // size - num_staging_slots)
+        if num_host_slots == 0:
+            num_staging_slots = num_frames * positions
+        layouts.append(
+            SlabLayout(
+                slot_bytes=size,
+                num_device_slots=min(rows, device_shares[size] // size),
+                num_host_slots=rows if is_inclusive else num_host_slots,
+                num_staging_slots=0 if is_inclusive else num_staging_slots,
+                max_positions=positions,
+                is_inclusive=is_inclusive,
+            )
+        )
+    return layouts
+
+
+def split_by_need(total: int, needs: Mapping[int, int]) -> dict[int, int]:
+    """Divide `total` in proportion to the needs; nobody gets more than it needs."""
+    sum_of_needs = sum(needs.values())
+    if sum_of_needs <= total:
+        return dict(needs)
+    return {name: total * need // sum_of_needs for name, need in needs.items()}
+
+
+def _positions_of_one_part(slot_bytes: int, num_frames: int, max_positions: int) -> int:
+    return max(1, min(max_positions, _MAX_STAGING_BYTES // (2 * num_frames * slot_bytes)))
+
+
+def _tables_by_slot_bytes(tables: Sequence[Table]) -> dict[int, list[Table]]:
+    groups: dict[int, list[Table]] = {}
+    for table in tables:
+        groups.setdefault(table.slot_bytes, []).append(table)
+    return dict(sorted(groups.items()))
+
+
+def _make_room_for_staging(
+    device: Device, layouts: Sequence[SlabLayout], host_memory_bytes: int
+) -> None:
+    """Staging buffers are needed whatever the host memory is."""
+    staging_bytes = sum(layout.num_staging_slots * layout.slot_bytes for layout in layouts)
+    if staging_bytes > host_memory_bytes:
+        log.info(
+            "no host tier: staging buffers take %d bytes, host memory is %d bytes",
+            staging_bytes, host_memory_bytes,
+        )  # fmt: skip
+    device.host_budget.max_bytes = max(device.host_budget.max_bytes, staging_bytes)
+
+
+def _load_host_tiers(slabs: Sequence[RowCache], show_progress: bool) -> None:
+    num_bytes = sum(table.num_rows * table.row_bytes for slab in slabs for table in slab.tables)
+    with tqdm(
+        total=num_bytes, unit="B", unit_scale=True, desc="host tier", disable=not show_progress
+    ) as progress:
+        for slab in slabs:
+            slab.load_host_tier(progress.update)
+
+
+def _rounds(parts: Sequence[_Part], max_positions: int) -> Iterator[list[_Part]]:
+    """Cut the parts so that each round has at most `max_positions` positions."""
+    current: list[_Part] = []
+    room = max_positions
+    for part in parts:
+        first = part.first
+        while part.stop - first > room:
+            if room:
+                current.append(_Part(part.index, first, first + room))
+                first += room
+            yield current
+            current, room = [], max_positions
+        current.append(_Part(part.index, first, part.stop))
+        room -= part.stop - first
+    if current:
+        yield current
+
+
+def _result(tiers: NDArray[np.uint8]) -> LookupResult:
+    counts = np.bincount(tiers, minlength=4).tolist()
+    return LookupResult(
+        tiers=tiers,
+        num_device=counts[TIER_DEVICE],
+        num_host=counts[TIER_HOST],
+        num_source=counts[TIER_SOURCE],
+        num_absent=counts[TIER_ABSENT],
+    )
+
+
+def _table_stats(slab: RowCache) -> list[TableStats]:
+    counts = slab.counts()
+    device_rows, host_rows = slab.rows_by_table()
+    return [
+        TableStats(
+            name=table.name,
+            num_rows=table.num_rows,
+            dim=table.dim,
+            device_hits=int(count[DEVICE_HITS]),
+            device_misses=int(count[HOST_HITS] + count[SOURCE_ROWS]),
+            host_hits=int(count[HOST_HITS]),
+            host_misses=int(count[SOURCE_ROWS]),
+            source_rows=int(count[SOURCE_ROWS]),
+            absent_keys=int(count[ABSENT_KEYS]),
+            device_evictions=int(count[DEVICE_EVICTIONS]),
+            host_evictions=int(count[HOST_EVICTIONS]),
+            spills=int(count[SPILLS]),
+            device_rows=int(num_device),
+            host_rows=int(num_host),
+        )
+        for table, count, num_device, num_host in zip(
+            slab.tables, counts, device_rows, host_rows, strict=True
+        )
+    ]
+
+
+def _slab_stats(slab: RowCache) -> SlabStats:
+    return SlabStats(
+        slot_bytes=slab.layout.slot_bytes,
+        tables=tuple(table.name for table in slab.tables),
+        mode=slab.layout.mode,
+        device_slots=slab.layout.num_device_slots,
+        device_used=slab.num_device_rows,
+        host_slots=slab.layout.num_host_slots,
+        host_used=slab.num_host_rows,
+        leases=slab.num_leases,
+    )

@@ -1,0 +1,53 @@
+"""Compiled functions: Numba with the GIL released and a compile cache that can be written."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _sources_digest() -> str:
+    """Numba looks only at the file of the compiled function, not at those it calls into."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _cache_folder() -> str:
+    """The first folder that can be written: NUMBA_CACHE_DIR, the user's cache, a temporary one.
+
+    Numba raises at import of a `cache=True` function when it finds no such place, as in an image
+    with a read-only file system.
+    """
+    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    base = os.environ.get("NUMBA_CACHE_DIR") or Path(user_cache) / "hotshelf" / "numba"
+    folder = Path(base) / _sources_digest()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return str(folder)
+    except OSError:
+        return tempfile.mkdtemp(prefix="hotshelf-numba-")
+
+
+os.environ["NUMBA_CACHE_DIR"] = _cache_folder()
+
+import numba  # noqa: E402 (the folder must be known before the import)
+
+
+def compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile `function` at its first call, cached on disk; it runs without the GIL.
+
+    Integer division and array indices are as in Python, without bounds checks: callers pass
+    arrays that fit.
+    """
+    jitted: Callable[P, R] = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+    return jitted

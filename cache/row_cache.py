@@ -1,0 +1,278 @@
+"""One slab: a device tier and a host tier of equal slots above a source."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache import lru, slab_index
+from cache.arena import Arena
+from cache.device import Device, Event, Output, SlabMemory
+from cache.errors import SourceError
+from cache.plan import Plan, closed_plan, new_plan
+from cache.slab_index import (
+    FETCHED,
+    JOINED,
+    Missing,
+    Tiers,
+    admit,
+    new_missing,
+    new_tiers,
+    probe,
+)
+from cache.sources import Source
+from cache.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class SlabLayout:
+    """Sizes of a slab, in slots.
+
+    `num_staging_slots` are host slots beside the host tier: rows pass through them on their way
+    from the source, and spilled rows wait in them. With `is_inclusive` the host tier holds every
+    row and there is no staging.
+    """
+
+    slot_bytes: int
+    num_device_slots: int
+    num_host_slots: int
+    num_staging_slots: int
+    max_positions: int
+    is_inclusive: bool
+
+    @property
+    def mode(self) -> str:
+        """`inclusive`, `spill`, or `none` where there is no host tier."""
+        if self.is_inclusive:
+            return "inclusive"
+        return "spill" if self.num_host_slots else "none"
+
+
+@dataclass(eq=False, slots=True)
+class Flight:
+    """Rows that one lookup is fetching; others wait for it."""
+
+    is_over: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+
+class SlabFrame:
+    """Everything that one lookup on a slab needs until the device is done with it."""
+
+    def __init__(self, max_positions: int) -> None:
+        self.keys = np.zeros(max_positions, dtype=np.int64)
+        self.rows = np.zeros(max_positions, dtype=np.int64)
+        self.table_of = np.zeros(max_positions, dtype=np.int32)
+        self.origin = np.zeros(max_positions, dtype=np.uint8)
+        self.plan: Plan = new_plan(max_positions)
+        self.missing: Missing = new_missing(max_positions)
+        self.num_missing = 0
+        self.num_fills = 0
+        self.event: Event | None = None
+
+
+class RowCache:
+    """The rows of several tables of one slot size, in two tiers above a source.
+
+    `lookup` is `probe`, `fetch`, `admit` and `execute`. The mutex is held for the compiled index
+    calls and the enqueuing of the plan, never while the source is read. A row is in one tier at a
+    time, except that an inclusive host tier has them all. Callable from any thread; a `SlabFrame`
+    belongs to one lookup at a time.
+    """
+
+    def __init__(
+        self, tables: Sequence[Table], layout: SlabLayout, device: Device, source: Source
+    ) -> None:
+        self.tables = list(tables)
+        self.layout = layout
+        self._device = device
+        self._source = source
+        self._stream = device.new_stream()
+        self._mutex = threading.Lock()
+        self._flights: dict[int, Flight] = {}
+        self._flight_numbers = itertools.count(1)
+        first_row = np.cumsum([0] + [table.num_rows for table in tables]).astype(np.int64)
+        self.first_row: NDArray[np.int64] = first_row
+        self._tiers: Tiers = new_tiers(
+            first_row,
+            num_device_slots=layout.num_device_slots,
+            num_host_slots=layout.num_host_slots,
+            num_staging_slots=layout.num_staging_slots,
+            is_inclusive=layout.is_inclusive,
+        )
+        self._arenas: list[Arena] = []
+        self._memory = self._new_memory()
+
+    def __repr__(self) -> str:
+        return (
+            f"<RowCache slot_bytes={self.layout.slot_bytes} mode={self.layout.mode} "
+            f"device={self.num_device_rows}/{self.layout.num_device_slots} "
+            f"host={self.num_host_rows}/{self.layout.num_host_slots} leases={self.num_leases}>"
+        )
+
+    @property
+    def num_device_rows(self) -> int:
+        """Rows in the device tier."""
+        return int(self._tiers.device.state[lru.NUM_USED])
+
+    @property
+    def num_host_rows(self) -> int:
+        """Rows in the host tier."""
+        if self.layout.is_inclusive:
+            return self.layout.num_host_slots
+        return int(self._tiers.host.state[lru.NUM_USED])
+
+    @property
+    def num_leases(self) -> int:
+        """Leases on slots of both tiers; 0 when no lookup is under way."""
+        return int(self._tiers.device.leases.sum() + self._tiers.host.leases.sum())
+
+    def counts(self) -> NDArray[np.int64]:
+        """Counts by table since the start, [num_tables, NUM_COUNTS]; see `slab_index`."""
+        with self._mutex:
+            return self._tiers.counts.copy()
+
+    def rows_by_table(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """How many rows of each table are in the device tier and in the host tier."""
+        with self._mutex:
+            device = self._rows_by_table(self._tiers.device)
+            if self.layout.is_inclusive:
+                return device, np.diff(self.first_row)
+            return device, self._rows_by_table(self._tiers.host)
+
+    def rows_by_recency(self) -> tuple[list[int], list[int]]:
+        """The rows of the device tier and of a spilling host tier, oldest first. Slow."""
+        with self._mutex:
+            return (
+                lru.rows_by_recency(self._tiers.device),
+                lru.rows_by_recency(self._tiers.host),
+            )
+
+    def check_integrity(self) -> None:
+        """Assert that the index agrees with itself. Slow; for tests."""
+        with self._mutex:
+            slab_index.check_integrity(self._tiers)
+
+    def new_frame(self) -> SlabFrame:
+        """A frame for lookups of at most `layout.max_positions` positions."""
+        return SlabFrame(self.layout.max_positions)
+
+    def load_host_tier(self, on_progress: Callable[[int], object]) -> None:
+        """Read every row into an inclusive host tier; blocks. Raises `SourceError`."""
+        assert self.layout.is_inclusive
+        self._source.read_all(self._memory.host, on_progress)
+
+    def lookup(self, frame: SlabFrame, num_positions: int, outputs: Sequence[Output]) -> None:
+        """Look up `frame.rows[:num_positions]` and enqueue the copying of their rows to `outputs`.
+
+        Blocks while rows are fetched. `frame.event` is set, and the outputs are written when it is
+        done. Raises `SourceError`, and then nothing is admitted.
+        """
+        number = next(self._flight_numbers)
+        tiers, plan, missing = self._tiers, frame.plan, frame.missing
+        with self._mutex:
+            num_missing = probe(
+                tiers, frame.rows[:num_positions], frame.table_of, number, plan, missing,
+                frame.origin,
+            )  # fmt: skip
+            flight, joined = self._open_flight(number, missing, num_missing)
+        frame.num_missing = num_missing
+        try:
+            self._fetch(flight, joined, missing, num_missing)
+        except BaseException:
+            with self._mutex:
+                slab_index.abandon(tiers, plan, missing, num_positions, num_missing)
+                self._flights.pop(number, None)
+            frame.num_missing = 0
+            raise
+        with self._mutex:
+            frame.num_fills = admit(tiers, plan, missing, num_positions, num_missing)
+            self._flights.pop(number, None)
+            closed = closed_plan(plan, num_positions, frame.num_fills)
+            self._device.execute(self._stream, closed, self._memory, outputs)
+            frame.event = self._stream.record()
+
+    def finish(self, frame: SlabFrame) -> None:
+        """Wait for the device and end the frame's leases."""
+        if frame.event is None:
+            return
+        frame.event.wait()
+        if frame.num_missing:
+            with self._mutex:
+                slab_index.release_host_slots(
+                    self._tiers, frame.plan, frame.missing, frame.num_missing, frame.num_fills
+                )
+        frame.event = None
+        frame.num_missing = frame.num_fills = 0
+
+    def close(self) -> None:
+        """Give back memory and files; no lookup may be running."""
+        self._source.close()
+        for arena in self._arenas:
+            arena.close()
+
+    def _open_flight(
+        self, number: int, missing: Missing, num_missing: int
+    ) -> tuple[Flight | None, list[Flight]]:
+        """Announce the flight of the rows that this lookup fetches; find those that it joins."""
+        if num_missing == 0 or self.layout.is_inclusive:
+            return None, []
+        kinds = missing.kind[:num_missing]
+        flight = None
+        if (kinds == FETCHED).any():
+            flight = self._flights[number] = Flight()
+        joined_slots = missing.host_slot[:num_missing][kinds == JOINED]
+        joined = np.unique(self._tiers.flight[joined_slots]).tolist()
+        return flight, [self._flights[other] for other in joined]
+
+    def _fetch(
+        self, flight: Flight | None, joined: list[Flight], missing: Missing, num_missing: int
+    ) -> None:
+        """Read this lookup's rows, then wait for those that others read."""
+        if flight is not None:
+            is_fetched = missing.kind[:num_missing] == FETCHED
+            rows = missing.row[:num_missing][is_fetched]
+            slots = missing.host_slot[:num_missing][is_fetched]
+            try:
+                self._source.read(rows, slots, self._memory.host)
+            except BaseException as error:
+                flight.error = error
+                raise
+            finally:
+                flight.is_over.set()
+        for other in joined:
+            other.is_over.wait()
+            if other.error is not None:
+                raise SourceError(f"a shared read failed: {other.error}") from other.error
+
+    def _rows_by_table(self, index: lru.Index) -> NDArray[np.int64]:
+        rows = index.row_of[index.row_of != lru.NONE]
+        tables = np.searchsorted(self.first_row, rows, side="right") - 1
+        return np.bincount(tables, minlength=len(self.tables))
+
+    def _new_memory(self) -> SlabMemory:
+        layout = self.layout
+        owner = f"slab of {layout.slot_bytes} B slots"
+        defaults = [table.default_value for table in self.tables]
+        device_arena = self._device.reserve(owner, layout.num_device_slots * layout.slot_bytes)
+        num_host_slots = layout.num_host_slots + layout.num_staging_slots
+        host_arena = self._device.reserve_host(owner, num_host_slots * layout.slot_bytes)
+        self._arenas = [device_arena, host_arena]
+        return SlabMemory(
+            device=_slots(device_arena, layout.num_device_slots, layout.slot_bytes),
+            host=_slots(host_arena, num_host_slots, layout.slot_bytes),
+            default_of=self._device.to_device(np.array(defaults, dtype=np.float32)),
+        )
+
+
+def _slots(arena: Arena, num_slots: int, slot_bytes: int) -> Any:
+    """Commit the arena and return its slots, float32 [num_slots, slot_bytes / 4]."""
+    if num_slots:
+        arena.commit(0, arena.max_bytes)
+    return arena.array(0, (num_slots, slot_bytes // 4), np.float32)
