@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,3 +51,13 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """
     jitted: Callable[P, R] = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
     return jitted
+
+
+def c_function(name: str, returns: str, *arguments: str) -> Any:
+    """A function of the C library for compiled code, by the names of Numba's types.
+
+    It is found by name when the code is loaded, so that callers can be cached on disk.
+    """
+    types: Any = numba.types
+    signature = getattr(types, returns)(*(getattr(types, argument) for argument in arguments))
+    return types.ExternalFunction(name, signature)

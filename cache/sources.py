@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from numba import types
-from numba.core.typing import signature
 from numpy.typing import NDArray
 
 from cache.errors import SourceError
-from cache.jit import compiled
+from cache.jit import c_function, compiled
 from cache.table import Table
 
 log = logging.getLogger(__name__)
@@ -31,10 +29,7 @@ _AT_FDCWD = -100
 _STATX_DIOALIGN = 0x2000
 _DIO_OFFSET_ALIGN = slice(0x9C, 0xA0)  # in struct statx, after stx_dio_mem_align
 
-# Called from compiled code, found by name, so that the compiled function can be cached.
-_pread = types.ExternalFunction(
-    "pread", signature(types.intp, types.int32, types.uintp, types.uintp, types.int64)
-)
+_pread = c_function("pread", "intp", "int32", "uintp", "uintp", "int64")
 
 
 class Source(Protocol):

@@ -23,3 +23,7 @@ class ModelConfigError(ModelLoadError):
 
 class BackendError(ModelError):
     """A run of the model failed; its inputs were accepted but could not be computed."""
+
+
+class InvalidInputError(BackendError):
+    """The content of an input is not what the model can take; the caller is at fault."""

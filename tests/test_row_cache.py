@@ -1,0 +1,209 @@
+"""A slab under concurrency, failures and a device that works late."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from cache.device import CpuDevice, Output
+from cache.row_cache import RowCache, SlabFrame
+from tests.cache_fixtures import (
+    LateDevice,
+    MemorySource,
+    ReadFailedError,
+    look_up,
+    new_device,
+    new_row_cache,
+    rows_of,
+)
+
+MODES = {
+    "none": {},
+    "spill": {"host_slots": 256},
+    "inclusive": {"is_inclusive": True},
+}
+DEVICES = {"cpu": CpuDevice, "late": LateDevice}
+modes = pytest.mark.parametrize("mode", MODES)
+devices = pytest.mark.parametrize("device", DEVICES)
+
+
+def open_cache(mode: str, device: str = "cpu", **options: object) -> RowCache:
+    return new_row_cache(device=new_device(DEVICES[device]), **MODES[mode], **options)  # type: ignore[arg-type]
+
+
+@modes
+@pytest.mark.parametrize(
+    "rows", [[7, 7], [7, 3, 7, 3, 7], [7] * 500, list(range(65)), list(range(500)), []]
+)
+def test_one_row_comes_back_for_every_position(mode: str, rows: list[int]) -> None:
+    cache = open_cache(mode)
+    for _ in range(2):
+        np.testing.assert_array_equal(look_up(cache, rows)[0], rows_of(rows))
+    assert cache.num_leases == 0
+    assert cache.num_device_rows == min(64, len(set(rows)))
+    cache.check_integrity()
+
+
+def test_a_repeated_row_is_fetched_once_and_its_repeats_are_hits() -> None:
+    source = MemorySource()
+    cache = new_row_cache(source=source)
+    assert look_up(cache, [7, 3, 7, 3, 7])[1] == ["source", "source", "device", "device", "device"]
+    assert source.reads == [[7, 3]]
+
+
+def test_a_lookup_larger_than_the_device_tier_reads_the_rest_from_the_host() -> None:
+    cache = open_cache("spill")
+    look_up(cache, range(100))
+    assert repr(cache) == ("<RowCache slot_bytes=16 mode=spill device=64/64 host=36/256 leases=0>")
+    rows, origin = look_up(cache, range(100))
+    assert origin == ["device"] * 64 + ["host"] * 36
+    np.testing.assert_array_equal(rows, rows_of(range(100)))
+
+
+def test_a_row_goes_down_the_tiers_and_comes_back_up() -> None:
+    cache = new_row_cache(device_slots=1, host_slots=1)
+    look_up(cache, [1])
+    look_up(cache, [2])
+    assert cache.rows_by_recency() == ([2], [1])
+    assert look_up(cache, [1])[1] == ["host"]
+    assert cache.rows_by_recency() == ([1], [2])
+    look_up(cache, [3])
+    assert cache.rows_by_recency() == ([3], [1])
+    assert look_up(cache, [2])[1] == ["source"]
+
+
+@modes
+@devices
+def test_many_clients_on_a_small_tier_always_get_their_rows(mode: str, device: str) -> None:
+    cache = open_cache(mode, device, num_frames=16)
+
+    def client(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        for _ in range(200):
+            rows = random.choice(1000, 48, replace=False)
+            np.testing.assert_array_equal(look_up(cache, rows.tolist())[0], rows_of(rows))
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(client, range(16)))
+    assert cache.num_leases == 0
+    assert cache.num_device_rows == 64
+    cache.check_integrity()
+
+
+def test_a_second_lookup_waits_for_the_row_that_the_first_is_fetching() -> None:
+    is_reading, may_end = threading.Event(), threading.Event()
+
+    def block(rows: list[int]) -> None:
+        is_reading.set()
+        assert may_end.wait(10)
+
+    source = MemorySource(block)
+    cache = new_row_cache(source=source)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(look_up, cache, [5])
+        assert is_reading.wait(10)
+        second = pool.submit(look_up, cache, [5, 5])
+        assert cache.num_device_rows == 0  # nothing is found before its bytes are there
+        may_end.set()
+        np.testing.assert_array_equal(first.result()[0], rows_of([5]))
+        np.testing.assert_array_equal(second.result()[0], rows_of([5, 5]))
+    assert source.reads == [[5]]
+    assert cache.num_leases == 0
+
+
+def test_a_failed_read_admits_nothing_and_fails_those_who_joined() -> None:
+    is_reading, may_end = threading.Event(), threading.Event()
+
+    def fail(rows: list[int]) -> None:
+        is_reading.set()
+        assert may_end.wait(10)
+        raise ReadFailedError("the disk is gone")
+
+    source = MemorySource(fail)
+    cache = new_row_cache(source=source, host_slots=8)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(look_up, cache, [5, 6])
+        assert is_reading.wait(10)
+        second = pool.submit(look_up, cache, [5])
+        while cache.num_leases < 3:  # two rows of the first, one of the second
+            threading.Event().wait(0.001)
+        may_end.set()
+        with pytest.raises(ReadFailedError, match="the disk is gone"):
+            first.result()
+        with pytest.raises(Exception, match="a shared read failed: the disk is gone"):
+            second.result()
+    assert cache.rows_by_recency() == ([], [])
+    assert cache.num_leases == 0
+    cache.check_integrity()
+    source.on_read = lambda rows: None
+    np.testing.assert_array_equal(look_up(cache, [5, 6])[0], rows_of([5, 6]))
+
+
+@pytest.mark.parametrize("mode", ["none", "spill"])
+@given(
+    before=st.lists(st.integers(0, 30), max_size=8),
+    outer=st.lists(st.integers(0, 30), min_size=1, max_size=8),
+    inner=st.lists(st.lists(st.integers(0, 30), max_size=8), max_size=4),
+)
+@settings(deadline=None)
+def test_others_run_between_probe_and_admit(
+    mode: str, before: list[int], outer: list[int], inner: list[list[int]]
+) -> None:
+    """While a lookup waits for the source, others evict what it found and admit what it lacks."""
+    source = MemorySource()
+    host_slots = 4 if mode == "spill" else 0
+    cache = new_row_cache(31, device_slots=4, host_slots=host_slots, source=source, max_positions=8)
+    look_up(cache, before)
+
+    def run_others(fetched: list[int]) -> None:
+        source.on_read = lambda rows: None
+        for batch in inner:
+            others = [row for row in batch if row not in fetched]
+            np.testing.assert_array_equal(look_up(cache, others)[0], rows_of(others))
+
+    source.on_read = run_others
+    np.testing.assert_array_equal(look_up(cache, outer)[0], rows_of(outer))
+    cache.check_integrity()
+    assert cache.num_leases == 0
+
+
+class OpenLookup:
+    """A lookup whose frame is still held."""
+
+    def __init__(self, cache: RowCache, rows: list[int]) -> None:
+        self.rows = rows
+        self.frame: SlabFrame = cache.new_frame()
+        self.out: NDArray[np.float32] = np.full((len(rows), 4), np.nan, dtype=np.float32)
+        self.frame.rows[: len(rows)] = rows
+        cache.lookup(self.frame, len(rows), [Output(0, self.out)])
+
+
+@pytest.mark.parametrize("mode", ["none", "spill", "inclusive"])
+@given(steps=st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 30), max_size=8))))
+@settings(deadline=None)
+def test_no_slot_is_reused_before_its_event(mode: str, steps: list[tuple[bool, list[int]]]) -> None:
+    """Four frames are in flight on a device that works as late as it may."""
+    cache = new_row_cache(
+        31, device_slots=4, host_slots=4 if mode == "spill" else 0, max_positions=8,
+        is_inclusive=mode == "inclusive", device=new_device(LateDevice),
+    )  # fmt: skip
+    open_lookups: list[OpenLookup] = []
+    for is_oldest_first, rows in steps:
+        if len(open_lookups) == 4:
+            finish(cache, open_lookups.pop(0 if is_oldest_first else -1))
+        open_lookups.append(OpenLookup(cache, rows))
+    while open_lookups:
+        finish(cache, open_lookups.pop(0))
+    assert cache.num_leases == 0
+    cache.check_integrity()
+
+
+def finish(cache: RowCache, lookup: OpenLookup) -> None:
+    cache.finish(lookup.frame)
+    np.testing.assert_array_equal(lookup.out, rows_of(lookup.rows))
