@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 from collections.abc import Iterable
@@ -36,7 +35,7 @@ class TableConfig(BaseModel):
     @field_validator("default_value")
     @classmethod
     def _is_finite_float32(cls, value: float) -> float:
-        if not math.isfinite(value) or not np.isfinite(np.float64(value).astype(np.float32)):
+        if not abs(value) <= np.finfo(np.float32).max:  # also refuses NaN
             raise ValueError("expected a finite float32")
         return value
 

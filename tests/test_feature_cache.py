@@ -50,7 +50,7 @@ def test_keys_of_several_tables_alternate_by_column(root: Path) -> None:
     keys = [3, 3, 3, 500, 999, 3]
     rows, result = look_up(cache, ["a", "b"], keys)
     np.testing.assert_array_equal(rows, expected(["a", "b"], keys, 4))
-    assert (result.num_source, result.num_device) == (5, 1)
+    assert (result.num_source, result.num_device) == (4, 2)
 
 
 def test_tables_of_one_slot_size_share_a_slab(root: Path) -> None:

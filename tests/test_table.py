@@ -58,7 +58,10 @@ def test_an_existing_table_is_not_overwritten(tmp_path: Path) -> None:
         ("num_rows: 10\ndim: 4\ndatatype: FP8", "datatype: Input should be 'FP32', got 'FP8'"),
         ("num_rows: 10\ndim: 4\nabsent: skip", "absent: Input should be 'default' or 'error'"),
         ("num_rows: 10\ndim: 4\ndefault_value: .nan", "default_value: expected a finite float32"),
-        ("num_rows: 10\ndim: 4\ndefault_value: 1e39", "default_value: expected a finite float32"),
+        (
+            "num_rows: 10\ndim: 4\ndefault_value: 1.0e+39",
+            "default_value: expected a finite float32",
+        ),
         ("[1, 2]", "expected fields, got list"),
         ("num_rows: [", "is not YAML"),
     ],
