@@ -35,7 +35,7 @@ class TableConfig(BaseModel):
     @field_validator("default_value")
     @classmethod
     def _is_finite_float32(cls, value: float) -> float:
-        if not abs(value) <= np.finfo(np.float32).max:  # also refuses NaN
+        if not abs(value) <= float(np.finfo(np.float32).max):  # also refuses NaN
             raise ValueError("expected a finite float32")
         return value
 
