@@ -53,6 +53,17 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
     return jitted
 
 
+def inlined(function: Callable[P, R]) -> Callable[P, R]:
+    """As `compiled`, and put in the place of each call: for what is called once a key.
+
+    A call hands over each array as seven values, which can cost more than the work.
+    """
+    jitted: Callable[P, R] = numba.njit(
+        nogil=True, cache=True, error_model="numpy", inline="always"
+    )(function)
+    return jitted
+
+
 def c_function(name: str, returns: str, *arguments: str) -> Any:
     """A function of the C library for compiled code, by the names of Numba's types.
 

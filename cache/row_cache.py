@@ -104,6 +104,7 @@ class RowCache:
             num_device_slots=layout.num_device_slots,
             num_host_slots=layout.num_host_slots,
             num_staging_slots=layout.num_staging_slots,
+            max_positions=layout.max_positions,
             is_inclusive=layout.is_inclusive,
         )
         self._arenas: list[Arena] = []
@@ -131,7 +132,7 @@ class RowCache:
     @property
     def num_leases(self) -> int:
         """Leases on slots of both tiers; 0 when no lookup is under way."""
-        return int(self._tiers.device.leases.sum() + self._tiers.host.leases.sum())
+        return lru.num_leases(self._tiers.device) + lru.num_leases(self._tiers.host)
 
     def counts(self) -> NDArray[np.int64]:
         """Counts by table since the start, [num_tables, NUM_COUNTS]; see `slab_index`."""

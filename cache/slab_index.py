@@ -56,18 +56,24 @@ def new_tiers(
     num_device_slots: int,
     num_host_slots: int,
     num_staging_slots: int,
+    max_positions: int,
     is_inclusive: bool,
 ) -> Tiers:
-    """Return empty tiers; an inclusive host tier needs no index."""
+    """Return empty tiers for lookups of at most `max_positions` positions.
+
+    An inclusive host tier needs no index.
+    """
+    max_touches = 2 * max_positions  # an admitted row can enter the host tier, and so can a victim
     num_rows = int(first_row[-1])
     num_slots = 0 if is_inclusive else num_host_slots + num_staging_slots
     host = lru.new_index(
         num_rows=0 if is_inclusive else num_rows,
         num_slots=num_slots,
         max_used=0 if is_inclusive else num_host_slots,
+        max_touches=max_touches,
     )
     return Tiers(
-        device=lru.new_index(num_rows, num_device_slots, num_device_slots),
+        device=lru.new_index(num_rows, num_device_slots, num_device_slots, max_touches),
         host=host,
         flight=np.zeros(num_slots, dtype=np.int64),
         is_inclusive=is_inclusive,
@@ -140,45 +146,49 @@ def probe(
     gets a free host slot and belongs to `flight`. `origin[p]` is the tier that serves position p;
     repeats of a missing row are hits. Returns the number of missing rows.
     """
-    device = tiers.device
+    lru.make_room(tiers.device, len(rows))
+    lru.make_room(tiers.host, len(rows))
+    # Out of the tuples once: taking an array out of a tuple counts a reference.
+    slot_of, slots = tiers.device.slot_of, tiers.device.slots
+    recency, state = tiers.device.log, tiers.device.state
+    read_tier, read_slot, counts = plan.read_tier, plan.read_slot, tiers.counts
     num_missing = 0
     for position in range(len(rows)):
         row = rows[position]
         table = table_of[position]
         if row == NONE:
-            plan.read_tier[position] = TIER_ABSENT
-            plan.read_slot[position] = table
+            read_tier[position] = TIER_ABSENT
+            read_slot[position] = table
             origin[position] = TIER_ABSENT
-            tiers.counts[table, ABSENT_KEYS] += 1
+            counts[table, ABSENT_KEYS] += 1
             continue
-        slot = device.slot_of[row]
+        slot = slot_of[row]
         if slot >= 0:
-            lru.touch(device, slot)
-            lru.acquire(device, slot)
-            plan.read_tier[position] = TIER_DEVICE
-            plan.read_slot[position] = slot
+            lru.touch(slots, recency, state, slot)
+            slots[slot, lru.LEASES] += 1
+            read_tier[position] = TIER_DEVICE
+            read_slot[position] = slot
             origin[position] = TIER_DEVICE
-            tiers.counts[table, DEVICE_HITS] += 1
+            counts[table, DEVICE_HITS] += 1
             continue
-        plan.read_tier[position] = TIER_MISSING
+        read_tier[position] = TIER_MISSING
         if slot < NONE:  # a repeat: marked below, unmarked before this function returns
-            plan.read_slot[position] = NONE - 1 - slot
+            read_slot[position] = NONE - 1 - slot
             origin[position] = TIER_DEVICE
-            tiers.counts[table, DEVICE_HITS] += 1
+            counts[table, DEVICE_HITS] += 1
             continue
-        device.slot_of[row] = NONE - 1 - num_missing
-        plan.read_slot[position] = num_missing
+        slot_of[row] = NONE - 1 - num_missing
+        read_slot[position] = num_missing
         missing.row[num_missing] = row
-        kind = _find_below(tiers, row, flight, missing, num_missing)
-        if kind == IN_HOST:
+        if _find_below(tiers, row, flight, missing, num_missing) == IN_HOST:
             origin[position] = TIER_HOST
-            tiers.counts[table, HOST_HITS] += 1
+            counts[table, HOST_HITS] += 1
         else:
             origin[position] = TIER_SOURCE
-            tiers.counts[table, SOURCE_ROWS] += 1
+            counts[table, SOURCE_ROWS] += 1
         num_missing += 1
     for entry in range(num_missing):
-        device.slot_of[missing.row[entry]] = NONE
+        slot_of[missing.row[entry]] = NONE
     return num_missing
 
 
@@ -200,7 +210,7 @@ def _find_below(tiers: Tiers, row: int, flight: int, missing: Missing, entry: in
         elif tiers.flight[slot] != 0:
             kind = JOINED
         else:
-            lru.touch(host, slot)
+            lru.touch(host.slots, host.log, host.state, slot)
             kind = IN_HOST
         lru.acquire(host, slot)
     missing.host_slot[entry] = slot
@@ -218,13 +228,15 @@ def admit(tiers: Tiers, plan: Plan, missing: Missing, num_reads: int, num_missin
     the plan is enqueued before the mutex is released. Returns the number of fills.
     """
     device = tiers.device
+    lru.make_room(device, num_missing)
+    lru.make_room(tiers.host, 2 * num_missing)
     num_fills = 0
     has_victims = True  # leases do not end in here: where there was no victim, there is none later
     for entry in range(num_missing):
         row = missing.row[entry]
         present = device.slot_of[row]
         if present != NONE:
-            lru.touch(device, present)
+            lru.touch(device.slots, device.log, device.state, present)
             _settle_host_entry(tiers, missing, entry, True)
             continue
         victim_slot = NONE
@@ -245,15 +257,27 @@ def admit(tiers: Tiers, plan: Plan, missing: Missing, num_reads: int, num_missin
         plan.fill_slot[num_fills] = slot
         plan.fill_from[num_fills] = missing.host_slot[entry]
         num_fills += 1
-    for position in range(num_reads):
-        if plan.read_tier[position] == TIER_DEVICE:
-            lru.release(device, plan.read_slot[position])
-        elif plan.read_tier[position] == TIER_MISSING:
-            plan.read_tier[position] = TIER_HOST
-            plan.read_slot[position] = missing.host_slot[plan.read_slot[position]]
+    _close_reads(device.slots, plan.read_tier, plan.read_slot, missing.host_slot, num_reads)
     for fill in range(num_fills):
-        lru.release(device, plan.fill_slot[fill])
+        device.slots[plan.fill_slot[fill], lru.LEASES] -= 1
     return num_fills
+
+
+@compiled
+def _close_reads(
+    device_slots: NDArray[np.int32],
+    read_tier: NDArray[np.uint8],
+    read_slot: NDArray[np.int64],
+    host_slot: NDArray[np.int64],
+    num_reads: int,
+) -> None:
+    """End the leases of device hits, and point the missing positions at their host slots."""
+    for position in range(num_reads):
+        if read_tier[position] == TIER_DEVICE:
+            device_slots[read_slot[position], lru.LEASES] -= 1
+        elif read_tier[position] == TIER_MISSING:
+            read_tier[position] = TIER_HOST
+            read_slot[position] = host_slot[read_slot[position]]
 
 
 @compiled
@@ -276,7 +300,7 @@ def _insert_into_host(tiers: Tiers, row: int, slot: int) -> int:
     """Make `row` the newest entry of the host tier, in `slot` or a free one."""
     host = tiers.host
     if host.state[lru.NUM_USED] == host.state[lru.MAX_USED]:
-        evicted = lru.remove(host, host.state[lru.OLDEST])
+        evicted = lru.remove(host, lru.oldest(host))
         tiers.counts[_table_of(tiers, evicted), HOST_EVICTIONS] += 1
     if slot == NONE:
         slot = lru.take_free(host)
@@ -346,5 +370,5 @@ def check_integrity(tiers: Tiers) -> None:
     device_rows = set(lru.rows_by_recency(tiers.device))
     assert device_rows.isdisjoint(lru.rows_by_recency(tiers.host))
     in_flight = np.flatnonzero(tiers.flight)
-    assert (tiers.host.leases[in_flight] > 0).all()
+    assert (tiers.host.slots[in_flight, lru.LEASES] > 0).all()
     assert (tiers.host.row_of[in_flight] != NONE).all()

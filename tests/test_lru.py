@@ -85,7 +85,7 @@ def test_device_and_host_together_are_one_longer_lru(trace: list[int]) -> None:
 
 
 def test_a_leased_slot_is_no_victim_and_returns_when_the_lease_ends() -> None:
-    index = lru.new_index(num_rows=10, num_slots=2, max_used=2)
+    index = lru.new_index(num_rows=10, num_slots=2, max_used=2, max_touches=2)
     for row in (3, 4):
         lru.insert(index, row, lru.take_free(index))
     oldest = int(index.slot_of[3])
