@@ -1,6 +1,14 @@
-"""Every error that a client can see, with its HTTP status."""
+"""Every error that a client can see, with its HTTP status, and how foreign errors map to them."""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import cache.errors
+import models.errors
+
+logger = logging.getLogger(__name__)
 
 
 class ServerError(Exception):
@@ -8,6 +16,17 @@ class ServerError(Exception):
 
     status = 500
     retry_after_s: int | None = None
+
+    def headers(self) -> Mapping[str, str]:
+        """The response headers that belong to this error."""
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+
+class InternalError(ServerError):
+    """Something failed that nobody foresaw; the public text is fixed, the log has the traceback."""
+
+    def __init__(self) -> None:
+        super().__init__("internal error; the server's log has the details")
 
 
 class InvalidRequestError(ServerError):
@@ -22,6 +41,20 @@ class NotFoundError(ServerError):
     status = 404
 
 
+class MethodNotAllowedError(ServerError):
+    """The path exists, but not with this HTTP method."""
+
+    status = 405
+
+    def __init__(self, text: str, allowed: str) -> None:
+        super().__init__(text)
+        self.allowed = allowed
+
+    def headers(self) -> Mapping[str, str]:
+        """Names the allowed methods."""
+        return {"Allow": self.allowed}
+
+
 class PayloadTooLargeError(ServerError):
     """The body, decoded where it is compressed, is over the limit."""
 
@@ -32,6 +65,10 @@ class UnsupportedEncodingError(ServerError):
     """The Content-Encoding is not one that the server decodes."""
 
     status = 415
+
+    def headers(self) -> Mapping[str, str]:
+        """Names the encodings that the server decodes."""
+        return {"Accept-Encoding": "gzip, deflate, identity"}
 
 
 class InferenceError(ServerError):
@@ -57,3 +94,26 @@ class RequestTimeoutError(UnavailableError):
 
 class ShuttingDownError(UnavailableError):
     """The server is draining and takes no new requests."""
+
+
+_FOREIGN_ERRORS: tuple[tuple[type[Exception], type[ServerError]], ...] = (
+    (models.errors.ModelNotFoundError, NotFoundError),
+    (models.errors.ModelNotReadyError, InvalidRequestError),
+    (models.errors.ModelLoadError, InvalidRequestError),
+    (models.errors.BackendError, InferenceError),
+    (cache.errors.UnknownTableError, NotFoundError),
+    (cache.errors.AbsentKeyError, InvalidRequestError),
+    (cache.errors.OutOfMemoryError, UnavailableError),
+    (cache.errors.SourceError, InferenceError),
+)
+
+
+def as_server_error(error: Exception) -> ServerError:
+    """The error as the client sees it; what is not known here is logged with its traceback."""
+    if isinstance(error, ServerError):
+        return error
+    for foreign, own in _FOREIGN_ERRORS:
+        if isinstance(error, foreign):
+            return own(str(error))
+    logger.error("unexpected error", exc_info=error)
+    return InternalError()

@@ -1,0 +1,94 @@
+"""The table lookup endpoint: keys of one table in, rows out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from cache import FeatureCache, Lookup, LookupResult, Table
+from cache.errors import UnknownTableError
+from models.tensor_spec import TensorSpec
+from server.errors import InvalidRequestError
+from server.oip import (
+    EncodedResponse,
+    array_from_json,
+    decode_request,
+    encode_response,
+    parse_object,
+)
+from server.requests import InferenceRequest, InferenceResponse
+
+KEYS = TensorSpec("keys", "INT64", (-1,))
+
+
+@dataclass(frozen=True, slots=True)
+class TableLookup:
+    """Looks up rows of one table for a client; may be used by any thread."""
+
+    features: FeatureCache
+    max_answer_bytes: int
+
+    def answer(self, name: str, body: bytes, header_length: int | None) -> EncodedResponse:
+        """The answer to a lookup in the protocol's form or the short form; blocks.
+
+        Raises UnknownTableError, InvalidRequestError, AbsentKeyError and SourceError.
+        """
+        table = self.table(name)
+        if header_length is None:
+            message = parse_object(body, "the request")
+            if "inputs" not in message and "keys" in message:
+                return self._answer_short(table, message["keys"])
+        rows_spec = TensorSpec("rows", table.datatype, (-1, table.dim))
+        request = decode_request(body, header_length, (KEYS,), (rows_spec,), max_batch_size=0)
+        return self._answer_protocol(table, request, rows_spec)
+
+    def table(self, name: str) -> Table:
+        """The table with that name; raises UnknownTableError."""
+        if name not in self.features.tables:
+            raise UnknownTableError(f"unknown table '{name}'")
+        return self.features.tables[name]
+
+    def _answer_short(self, table: Table, keys: object) -> EncodedResponse:
+        num_keys = len(keys) if isinstance(keys, list) else 0
+        rows, result = self._look_up(table, array_from_json(keys, KEYS, (num_keys,)))
+        if not np.isfinite(rows).all():
+            raise InvalidRequestError(
+                "the rows hold NaN or infinity, which JSON cannot say; ask for binary data in the "
+                "protocol's form"
+            )
+        body = orjson.dumps({"rows": rows, **_counts(result)}, option=orjson.OPT_SERIALIZE_NUMPY)
+        return EncodedResponse((body,), None)
+
+    def _answer_protocol(
+        self, table: Table, request: InferenceRequest, rows_spec: TensorSpec
+    ) -> EncodedResponse:
+        rows, result = self._look_up(table, request.inputs["keys"])
+        response = InferenceResponse({"rows": rows}, _counts(result))
+        return encode_response(table.name, "1", request, response, (rows_spec,))
+
+    def _look_up(
+        self, table: Table, keys: NDArray[np.generic]
+    ) -> tuple[NDArray[np.float32], LookupResult]:
+        num_bytes = keys.size * table.row_bytes
+        if num_bytes > self.max_answer_bytes:
+            raise InvalidRequestError(
+                f"input 'keys': expected at most {self.max_answer_bytes // table.row_bytes} keys "
+                f"(their rows may take {self.max_answer_bytes} bytes, max_body_bytes), "
+                f"got {keys.size}"
+            )
+        rows = np.empty((keys.size, table.dim), np.float32)
+        with self.features.frame() as frame:
+            (result,) = frame.lookup([Lookup((table.name,), keys.astype(np.int64), rows)])
+        return rows, result
+
+
+def _counts(result: LookupResult) -> dict[str, int]:
+    return {
+        "device": result.num_device,
+        "host": result.num_host,
+        "source": result.num_source,
+        "absent": result.num_absent,
+    }
