@@ -1,0 +1,53 @@
+# Every target makes .venv itself. CI calls these targets and nothing else.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --constraint constraints.txt
+FOLDERS := server cache models loadtests tests benchmarks
+
+DEMO := demo
+DEMO_ROWS ?= 5000000
+
+.PHONY: help install demo serve test check bench sweep gpu-check clean
+
+help:  ## List the targets.
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+# The stamp files say which extras are in .venv; an edit of the pins installs again.
+$(VENV)/demo.stamp: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --editable '.[cpu,load]'
+	touch $@
+
+# torch first, pinned: asked for by a range, it may bring a CUDA build of several gigabytes.
+$(VENV)/install.stamp: $(VENV)/demo.stamp
+	$(PIP) torch
+	$(PIP) --editable '.[cpu,torch,load,dev]'
+	touch $@
+
+install: $(VENV)/install.stamp  ## Put everything for work on Hotshelf into .venv.
+
+$(DEMO)/models: | $(VENV)/demo.stamp
+	$(BIN)/hotshelf demo init $(DEMO) --rows $(DEMO_ROWS)
+
+demo: $(VENV)/demo.stamp $(DEMO)/models  ## Make a ranking model, load-test it, draw p99 against cache size.
+	$(BIN)/hotshelf sweep --repository $(DEMO)
+
+serve: $(VENV)/demo.stamp $(DEMO)/models  ## Serve the demo on http://127.0.0.1:8000.
+	$(BIN)/hotshelf serve --repository $(DEMO)
+
+sweep: demo  ## The same as demo.
+
+test: install  ## Run the tests.
+	$(BIN)/pytest
+
+check: install  ## Lint, format and types.
+	$(BIN)/ruff check $(FOLDERS)
+	$(BIN)/ruff format --check $(FOLDERS)
+	$(BIN)/mypy
+
+bench: install  ## Measure lookups against NumPy and torch in one run.
+	$(BIN)/python -m benchmarks.lookup
+
+clean:  ## Remove what the targets made.
+	rm -rf $(VENV) $(DEMO) out build *.egg-info

@@ -1,0 +1,1 @@
+"""Speed against ceilings and peers measured in the same run; run by hand."""
