@@ -375,7 +375,7 @@ def _make_room_for_staging(
     """Staging buffers are needed whatever the host memory is."""
     staging_bytes = sum(layout.num_staging_slots * layout.slot_bytes for layout in layouts)
     if staging_bytes > host_memory_bytes:
-        log.info(
+        log.debug(
             "no host tier: staging buffers take %d bytes, host memory is %d bytes",
             staging_bytes, host_memory_bytes,
         )  # fmt: skip

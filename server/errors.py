@@ -100,11 +100,12 @@ _FOREIGN_ERRORS: tuple[tuple[type[Exception], type[ServerError]], ...] = (
     (models.errors.ModelNotFoundError, NotFoundError),
     (models.errors.ModelNotReadyError, InvalidRequestError),
     (models.errors.ModelLoadError, InvalidRequestError),
+    (models.errors.InvalidInputError, InvalidRequestError),
     (models.errors.BackendError, InferenceError),
     (cache.errors.UnknownTableError, NotFoundError),
     (cache.errors.AbsentKeyError, InvalidRequestError),
     (cache.errors.OutOfMemoryError, UnavailableError),
-    (cache.errors.SourceError, InferenceError),
+    (cache.errors.SourceError, UnavailableError),
 )
 
 

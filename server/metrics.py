@@ -175,10 +175,12 @@ def _table_families(features: FeatureCache) -> Iterator[Family]:
         rows.add(table.host_rows, table=table.name, tier="host")
         rows.add(table.num_rows, table=table.name, tier="source")
     slots = Family("hotshelf_slab_slots", "gauge", "Slots of a slab, by tier.")
+    leases = Family("hotshelf_slab_leases", "gauge", "Leases of lookups on the slots of a slab.")
     for slab in stats.slabs:
         slots.add(slab.device_slots, slot_bytes=str(slab.slot_bytes), tier="device")
         slots.add(slab.host_slots, slot_bytes=str(slab.slot_bytes), tier="host")
-    yield from (lookups, evictions, spills, rows, slots)
+        leases.add(slab.leases, slot_bytes=str(slab.slot_bytes))
+    yield from (lookups, evictions, spills, rows, slots, leases)
 
 
 def _budget_families(budgets: Mapping[str, Budget]) -> Iterator[Family]:

@@ -83,6 +83,7 @@ def _open_tables(settings: Settings, device: Device) -> FeatureCache:
         host_memory_bytes=settings.host_memory,
         is_direct_io=settings.io == "direct",
         num_frames=settings.pipeline_depth,
+        max_positions=settings.max_lookup_keys,
         show_progress=sys.stderr.isatty(),
     )
 

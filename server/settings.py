@@ -158,6 +158,11 @@ class Settings:
     pipeline_depth: int = _option(
         _integer(1, 64), "4", "an integer from 1 to 64", "how many batches may be in work at once"
     )
+    max_lookup_keys: int = _option(
+        _integer(1, 1_000_000), "8192", "an integer from 1 to 1000000",
+        "keys of one slab that are looked up at once; larger batches are looked up in parts. "
+        "Staging buffers grow with it",
+    )  # fmt: skip
     load: str = _option(
         _choice("all", "none"), "all", "all or none",
         "which models to load at the start; the others wait for a load request",
