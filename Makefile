@@ -1,5 +1,5 @@
 # Every target makes .venv itself. CI calls these targets and nothing else.
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
@@ -7,6 +7,7 @@ FOLDERS := server cache models loadtests tests benchmarks
 
 DEMO := demo
 DEMO_ROWS ?= 5000000
+SWEEP ?=
 
 .PHONY: help install demo serve test check bench sweep gpu-check clean
 
@@ -30,13 +31,13 @@ install: $(VENV)/install.stamp  ## Put everything for work on Hotshelf into .ven
 $(DEMO)/models: | $(VENV)/demo.stamp
 	$(BIN)/hotshelf demo init $(DEMO) --rows $(DEMO_ROWS)
 
-demo: $(VENV)/demo.stamp $(DEMO)/models  ## Make a ranking model, load-test it, draw p99 against cache size.
-	$(BIN)/hotshelf sweep --repository $(DEMO)
+demo: sweep  ## Make a ranking model, load-test it, draw p99 against cache size.
+
+sweep: $(VENV)/demo.stamp $(DEMO)/models
+	$(BIN)/hotshelf sweep --repository $(DEMO) $(SWEEP)
 
 serve: $(VENV)/demo.stamp $(DEMO)/models  ## Serve the demo on http://127.0.0.1:8000.
 	$(BIN)/hotshelf serve --repository $(DEMO)
-
-sweep: demo  ## The same as demo.
 
 test: install  ## Run the tests.
 	$(BIN)/pytest
@@ -48,6 +49,9 @@ check: install  ## Lint, format and types.
 
 bench: install  ## Measure lookups against NumPy and torch in one run.
 	$(BIN)/python -m benchmarks.lookup
+
+gpu-check: install  ## Check a GPU; this version has no CUDA device, so it says so and fails.
+	$(BIN)/hotshelf serve --device cuda:0 --repository $(DEMO)
 
 clean:  ## Remove what the targets made.
 	rm -rf $(VENV) $(DEMO) out build *.egg-info

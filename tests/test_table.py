@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cache.errors import TableError
-from cache.table import read_table, read_tables, write_table
+from cache.table import TableConfig, read_table, read_tables, write_table
 from tests.cache_fixtures import rows_of
 
 
@@ -83,3 +83,16 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(TableError, match=r"tables/items/table.yaml: no such file"):
         read_table(folder)
     assert read_tables(tmp_path / "nowhere") == []
+
+
+def test_every_field_is_documented_and_the_example_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "model-repository.md").read_text()
+    section = text.split("## Feature tables")[1]
+    for field in TableConfig.model_fields:
+        assert f"| `{field}` |" in section
+    monkeypatch.chdir(tmp_path)
+    exec(section.split("```python")[1].split("```")[0], {})
+    (table,) = read_tables(tmp_path / "repository" / "tables")
+    assert (table.name, table.num_rows, table.dim) == ("items", 1000, 16)
