@@ -105,7 +105,7 @@ _FOREIGN_ERRORS: tuple[tuple[type[Exception], type[ServerError]], ...] = (
     (cache.errors.UnknownTableError, NotFoundError),
     (cache.errors.AbsentKeyError, InvalidRequestError),
     (cache.errors.OutOfMemoryError, UnavailableError),
-    (cache.errors.SourceError, UnavailableError),
+    (cache.errors.SourceError, InferenceError),
 )
 
 
