@@ -25,11 +25,6 @@ class Budget:
         with self._mutex:
             return sum(self._owner_to_bytes.values())
 
-    @property
-    def free_bytes(self) -> int:
-        """What can still be charged."""
-        return self.max_bytes - self.used_bytes
-
     def charges(self) -> dict[str, int]:
         """A copy of the ledger: owner to bytes."""
         with self._mutex:
@@ -55,8 +50,3 @@ class Budget:
             self._owner_to_bytes[owner] = left
             if left == 0:
                 del self._owner_to_bytes[owner]
-
-    def release(self, owner: str) -> None:
-        """Drop the owner's whole charge; an owner without one is no error."""
-        with self._mutex:
-            self._owner_to_bytes.pop(owner, None)

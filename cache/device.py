@@ -41,9 +41,6 @@ class Output(NamedTuple):
 class Event(Protocol):
     """A point in a stream's work."""
 
-    def is_done(self) -> bool:
-        """Whether all work before it is done; does not block."""
-
     def wait(self) -> None:
         """Block until all work before it is done."""
 
@@ -88,19 +85,12 @@ class Device(Protocol):
 class DoneEvent:
     """The event of a stream that works at once."""
 
-    def is_done(self) -> bool:
-        """Always: the work was done when the event was recorded."""
-        return True
-
     def wait(self) -> None:
         """Return at once."""
 
 
 class InlineStream:
-    """A stream that does the work in the call that enqueues it.
-
-    A lookup of a batch is some 50 us of copying; handing it to a thread would cost as much again.
-    """
+    """A stream that does the work in the call that enqueues it: no thread to wake and wait for."""
 
     def record(self) -> Event:
         """An event that is done."""

@@ -17,15 +17,14 @@ from tqdm import tqdm
 
 from cache.device import Device, Output
 from cache.errors import AbsentKeyError, CacheError, UnknownTableError
+from cache.lru import MAX_SLOTS
 from cache.plan import TIER_ABSENT, TIER_DEVICE, TIER_HOST, TIER_SOURCE
 from cache.row_cache import RowCache, SlabFrame, SlabLayout
 from cache.slab_index import (
-    ABSENT_KEYS,
     DEVICE_EVICTIONS,
-    DEVICE_HITS,
+    DEVICE_ROWS,
     HOST_EVICTIONS,
-    HOST_HITS,
-    SOURCE_ROWS,
+    HOST_ROWS,
     SPILLS,
     locate_keys,
 )
@@ -74,9 +73,7 @@ class TableStats:
     num_rows: int
     dim: int
     device_hits: int
-    device_misses: int
     host_hits: int
-    host_misses: int
     source_rows: int
     absent_keys: int
     device_evictions: int
@@ -94,9 +91,7 @@ class SlabStats:
     tables: tuple[str, ...]
     mode: str
     device_slots: int
-    device_used: int
     host_slots: int
-    host_used: int
     leases: int
 
 
@@ -175,9 +170,10 @@ class FeatureCache:
     ) -> FeatureCache:
         """Open the tables in the folders of `root`, and fill inclusive host tiers.
 
-        Slabs share `table_memory_bytes` of the device and `host_memory_bytes` by the bytes of their
-        rows. A slab whose rows all fit in its share of the host is loaded there. Raises
-        `TableError`, `OutOfMemoryError` and `SourceError`.
+        Slabs share `table_memory_bytes` of the device by the bytes of their rows. Of
+        `host_memory_bytes`, small slabs get all that they need and large ones share the rest. A
+        slab whose rows all fit in its share of the host is loaded there. Raises `TableError`,
+        `OutOfMemoryError` and `SourceError`.
         """
         groups = _tables_by_slot_bytes(read_tables(root))
         layouts = plan_layouts(
@@ -322,28 +318,30 @@ def plan_layouts(
     """Divide the two memories among slabs; `groups` are tables by slot bytes.
 
     Staging slots are for rows on their way: each frame can hold `max_positions` rows that it
-    fetches and, with a host tier, as many that it spills. They come first out of a slab's share
-    of the host memory; a share too small for them means that there is no host tier.
+    fetches and, with a host tier, as many that it spills. The former are needed in any case.
     """
-    num_rows = {size: sum(table.num_rows for table in tables) for size, tables in groups.items()}
-    slab_bytes = {size: size * rows for size, rows in num_rows.items()}
-    device_shares = split_by_need(table_memory_bytes, slab_bytes)
-    host_shares = split_by_need(host_memory_bytes, slab_bytes)
+    rows = {size: sum(table.num_rows for table in tables) for size, tables in groups.items()}
+    positions = {size: _positions_of_a_part(size, num_frames, max_positions) for size in rows}
+    needs = {size: size * num_rows for size, num_rows in rows.items()}
+    device_shares = split_by_need(table_memory_bytes, needs)
+    host_shares = needs
+    if sum(needs.values()) > host_memory_bytes:
+        staging_bytes = sum(num_frames * positions[size] * size for size in rows)
+        host_shares = split_fairly(max(0, host_memory_bytes - staging_bytes), needs)
     layouts = []
-    for size, rows in num_rows.items():
-        positions = _positions_of_one_part(size, num_frames, max_positions)
-        is_inclusive = slab_bytes[size] <= host_shares[size]
-        num_staging_slots = 2 * num_frames * positions
+    for size, num_rows in rows.items():
+        is_inclusive = host_shares[size] == needs[size]
+        num_staging_slots = num_frames * positions[size]
         num_host_slots = max(0, host_shares[size] // size - num_staging_slots)
-        if num_host_slots == 0:
-            num_staging_slots = num_frames * positions
         layouts.append(
             SlabLayout(
                 slot_bytes=size,
-                num_device_slots=min(rows, device_shares[size] // size),
-                num_host_slots=rows if is_inclusive else num_host_slots,
-                num_staging_slots=0 if is_inclusive else num_staging_slots,
-                max_positions=positions,
+                num_device_slots=min(num_rows, device_shares[size] // size, MAX_SLOTS),
+                num_host_slots=num_rows if is_inclusive else min(num_host_slots, MAX_SLOTS // 2),
+                num_staging_slots=0
+                if is_inclusive
+                else num_staging_slots * (1 + bool(num_host_slots)),
+                max_positions=positions[size],
                 is_inclusive=is_inclusive,
             )
         )
@@ -358,7 +356,20 @@ def split_by_need(total: int, needs: Mapping[int, int]) -> dict[int, int]:
     return {name: total * need // sum_of_needs for name, need in needs.items()}
 
 
-def _positions_of_one_part(slot_bytes: int, num_frames: int, max_positions: int) -> int:
+def split_fairly(total: int, needs: Mapping[int, int]) -> dict[int, int]:
+    """Give all that it needs to who needs no more than an equal share; the rest by need."""
+    shares: dict[int, int] = {}
+    rest = dict(sorted(needs.items(), key=lambda item: item[1]))
+    while rest:
+        name, need = next(iter(rest.items()))
+        if need * len(rest) > total:
+            break
+        shares[name] = rest.pop(name)
+        total -= need
+    return shares | split_by_need(total, rest)
+
+
+def _positions_of_a_part(slot_bytes: int, num_frames: int, max_positions: int) -> int:
     return max(1, min(max_positions, _MAX_STAGING_BYTES // (2 * num_frames * slot_bytes)))
 
 
@@ -372,14 +383,17 @@ def _tables_by_slot_bytes(tables: Sequence[Table]) -> dict[int, list[Table]]:
 def _make_room_for_staging(
     device: Device, layouts: Sequence[SlabLayout], host_memory_bytes: int
 ) -> None:
-    """Staging buffers are needed whatever the host memory is."""
-    staging_bytes = sum(layout.num_staging_slots * layout.slot_bytes for layout in layouts)
-    if staging_bytes > host_memory_bytes:
-        log.debug(
-            "no host tier: staging buffers take %d bytes, host memory is %d bytes",
-            staging_bytes, host_memory_bytes,
-        )  # fmt: skip
-    device.host_budget.max_bytes = max(device.host_budget.max_bytes, staging_bytes)
+    """Staging buffers are needed whatever the host memory is; say so where they take it all."""
+    num_bytes = 0
+    for layout in layouts:
+        num_bytes += (layout.num_host_slots + layout.num_staging_slots) * layout.slot_bytes
+        if host_memory_bytes and layout.mode == "none":
+            log.warning(
+                "rows of %d bytes have no host tier: staging buffers take their share of the %d "
+                "bytes of host memory",
+                layout.slot_bytes, host_memory_bytes,
+            )  # fmt: skip
+    device.host_budget.max_bytes = max(device.host_budget.max_bytes, num_bytes)
 
 
 def _load_host_tiers(slabs: Sequence[RowCache], show_progress: bool) -> None:
@@ -421,28 +435,22 @@ def _result(tiers: NDArray[np.uint8]) -> LookupResult:
 
 
 def _table_stats(slab: RowCache) -> list[TableStats]:
-    counts = slab.counts()
-    device_rows, host_rows = slab.rows_by_table()
     return [
         TableStats(
             name=table.name,
             num_rows=table.num_rows,
             dim=table.dim,
-            device_hits=int(count[DEVICE_HITS]),
-            device_misses=int(count[HOST_HITS] + count[SOURCE_ROWS]),
-            host_hits=int(count[HOST_HITS]),
-            host_misses=int(count[SOURCE_ROWS]),
-            source_rows=int(count[SOURCE_ROWS]),
-            absent_keys=int(count[ABSENT_KEYS]),
-            device_evictions=int(count[DEVICE_EVICTIONS]),
-            host_evictions=int(count[HOST_EVICTIONS]),
-            spills=int(count[SPILLS]),
-            device_rows=int(num_device),
-            host_rows=int(num_host),
+            device_hits=count[TIER_DEVICE],
+            host_hits=count[TIER_HOST],
+            source_rows=count[TIER_SOURCE],
+            absent_keys=count[TIER_ABSENT],
+            device_evictions=count[DEVICE_EVICTIONS],
+            host_evictions=count[HOST_EVICTIONS],
+            spills=count[SPILLS],
+            device_rows=count[DEVICE_ROWS],
+            host_rows=count[HOST_ROWS],
         )
-        for table, count, num_device, num_host in zip(
-            slab.tables, counts, device_rows, host_rows, strict=True
-        )
+        for table, count in zip(slab.tables, slab.counts().tolist(), strict=True)
     ]
 
 
@@ -452,8 +460,6 @@ def _slab_stats(slab: RowCache) -> SlabStats:
         tables=tuple(table.name for table in slab.tables),
         mode=slab.layout.mode,
         device_slots=slab.layout.num_device_slots,
-        device_used=slab.num_device_rows,
         host_slots=slab.layout.num_host_slots,
-        host_used=slab.num_host_rows,
         leases=slab.num_leases,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,20 +23,32 @@ def _sources_digest() -> str:
 
 
 def _cache_folder() -> str:
-    """The first folder that can be written: NUMBA_CACHE_DIR, the user's cache, a temporary one.
+    """A folder of this version that can be written.
 
-    Numba raises at import of a `cache=True` function when it finds no such place, as in an image
-    with a read-only file system.
+    It is in NUMBA_CACHE_DIR, else in the user's cache. Where that cannot be written, as in an image
+    with a read-only file system, a temporary copy serves: Numba raises at import of a `cache=True`
+    function when it finds no folder to write to.
     """
-    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    base = os.environ.get("NUMBA_CACHE_DIR") or Path(user_cache) / "hotshelf" / "numba"
-    folder = Path(base) / _sources_digest()
+    digest = _sources_digest()
+    folder = _base_folder()
+    if folder.name != digest:  # else a parent process has put it there
+        folder /= digest
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return str(folder)
     except OSError:
-        return tempfile.mkdtemp(prefix="hotshelf-numba-")
+        copy = tempfile.mkdtemp(prefix="hotshelf-numba-")
+        if folder.is_dir():
+            shutil.copytree(folder, copy, dirs_exist_ok=True)
+        return copy
+
+
+def _base_folder() -> Path:
+    if named := os.environ.get("NUMBA_CACHE_DIR"):
+        return Path(named)
+    user_cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(user_cache) / "hotshelf" / "numba"
 
 
 os.environ["NUMBA_CACHE_DIR"] = _cache_folder()

@@ -36,7 +36,10 @@ SWEEP_READ = 6  # the sweep's next entry; it goes from here down to the tail
 SWEEP_WRITE = 7  # where the sweep puts the next entry that counts
 NUM_UNSWEPT = 8  # 0 when no sweep is under way
 MAX_UNSWEPT = 9  # a longer log is swept
-NUM_STATE = 10
+NUM_LEASES = 10
+NUM_STATE = 11
+
+MAX_SLOTS = 2**29  # so that places in the log fit in int32
 
 # A sweep starts at two entries a slot, and reads four for each that is about to be added: it ends
 # before there are three a slot, which is what the log has room for.
@@ -64,9 +67,8 @@ def new_index(num_rows: int, num_slots: int, max_used: int, max_touches: int) ->
 
     At most `max_touches` touches and insertions lie between two calls of `make_room`.
     """
-    assert max_used <= num_slots
+    assert max_used <= num_slots <= MAX_SLOTS
     log_size = 3 * num_slots + 8 * max_touches
-    assert log_size < 2**31, "places in the log are int32"
     state = np.zeros(NUM_STATE, dtype=np.int64)
     state[NUM_FREE] = num_slots
     state[MAX_USED] = max_used
@@ -140,16 +142,14 @@ def oldest(index: Index) -> int:
 
 
 @compiled
-def oldest_without_lease(index: Index) -> int:
-    """Return the victim: the oldest slot that nobody leases, or NONE.
+def find_victim(index: Index, place: int) -> int:
+    """Return the oldest slot without a lease from `place` in the log on, or NONE.
 
-    Leased slots were touched when they were leased, so the walk passes few of them.
+    Start at `state[TAIL]` after `oldest`. To find the next victim, go on from the place of the
+    last: what was passed over is leased until the caller is done.
     """
-    slots, log, state = index.slots, index.log, index.state
-    if oldest(index) == NONE:
-        return NONE
-    place = state[TAIL]
-    for _ in range(state[NUM_LOGGED]):
+    slots, log, head = index.slots, index.log, index.state[HEAD]
+    while place != head:
         slot = log[place]
         if slots[slot, PLACE] == place and slots[slot, LEASES] == 0:
             return int(slot)
@@ -216,19 +216,16 @@ def take_free(index: Index) -> int:
 def acquire(index: Index, slot: int) -> None:
     """Lease `slot`: it is not reused until the matching `release`."""
     index.slots[slot, LEASES] += 1
+    index.state[NUM_LEASES] += 1
 
 
 @compiled
 def release(index: Index, slot: int) -> None:
     """End one lease of `slot`."""
     index.slots[slot, LEASES] -= 1
+    index.state[NUM_LEASES] -= 1
     if index.slots[slot, LEASES] == 0 and index.row_of[slot] == NONE:
         push_free(index, slot)
-
-
-def num_leases(index: Index) -> int:
-    """The number of leases on all slots."""
-    return int(index.slots[:, LEASES].sum())
 
 
 def rows_by_recency(index: Index) -> list[int]:
@@ -252,5 +249,6 @@ def check_integrity(index: Index) -> None:
     assert set(free).isdisjoint(slots)
     assert all(index.row_of[slot] == NONE and index.slots[slot, LEASES] == 0 for slot in free)
     assert (index.slots[:, LEASES] >= 0).all()
+    assert index.slots[:, LEASES].sum() == index.state[NUM_LEASES]
     rest = set(range(len(index.row_of))) - set(free) - set(slots)
     assert all(index.slots[slot, LEASES] > 0 for slot in rest), "a slot is lost"

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from cache import lru, slab_index
 from cache.arena import Arena
 from cache.device import Device, Event, Output, SlabMemory
-from cache.errors import SourceError
 from cache.plan import Plan, closed_plan, new_plan
 from cache.slab_index import (
     FETCHED,
+    HOST_ROWS,
     JOINED,
     Missing,
     Tiers,
@@ -59,7 +59,7 @@ class Flight:
     """Rows that one lookup is fetching; others wait for it."""
 
     is_over: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
+    has_failed: bool = True  # until it has not
 
 
 class SlabFrame:
@@ -72,6 +72,7 @@ class SlabFrame:
         self.origin = np.zeros(max_positions, dtype=np.uint8)
         self.plan: Plan = new_plan(max_positions)
         self.missing: Missing = new_missing(max_positions)
+        self.number = 0  # of the lookup, and of its flight
         self.num_missing = 0
         self.num_fills = 0
         self.event: Event | None = None
@@ -132,20 +133,16 @@ class RowCache:
     @property
     def num_leases(self) -> int:
         """Leases on slots of both tiers; 0 when no lookup is under way."""
-        return lru.num_leases(self._tiers.device) + lru.num_leases(self._tiers.host)
+        device, host = self._tiers.device, self._tiers.host
+        return int(device.state[lru.NUM_LEASES] + host.state[lru.NUM_LEASES])
 
     def counts(self) -> NDArray[np.int64]:
         """Counts by table since the start, [num_tables, NUM_COUNTS]; see `slab_index`."""
         with self._mutex:
-            return self._tiers.counts.copy()
-
-    def rows_by_table(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """How many rows of each table are in the device tier and in the host tier."""
-        with self._mutex:
-            device = self._rows_by_table(self._tiers.device)
-            if self.layout.is_inclusive:
-                return device, np.diff(self.first_row)
-            return device, self._rows_by_table(self._tiers.host)
+            counts = self._tiers.counts.copy()
+        if self.layout.is_inclusive:
+            counts[:, HOST_ROWS] = np.diff(self.first_row)
+        return counts
 
     def rows_by_recency(self) -> tuple[list[int], list[int]]:
         """The rows of the device tier and of a spilling host tier, oldest first. Slow."""
@@ -173,31 +170,50 @@ class RowCache:
         """Look up `frame.rows[:num_positions]` and enqueue the copying of their rows to `outputs`.
 
         Blocks while rows are fetched. `frame.event` is set, and the outputs are written when it is
-        done. Raises `SourceError`, and then nothing is admitted.
+        done. Raises `SourceError`, and then nothing is admitted or counted.
         """
-        number = next(self._flight_numbers)
-        tiers, plan, missing = self._tiers, frame.plan, frame.missing
+        # A lookup that joined another's failed flight has lost only time: its own rows may be fine.
+        while not self._bring_to_host(frame, num_positions):
+            pass
         with self._mutex:
-            num_missing = probe(
-                tiers, frame.rows[:num_positions], frame.table_of, number, plan, missing,
-                frame.origin,
+            frame.num_fills = admit(
+                self._tiers, frame.table_of, frame.plan, frame.missing, frame.origin,
+                num_positions, frame.num_missing,
             )  # fmt: skip
-            flight, joined = self._open_flight(number, missing, num_missing)
-        frame.num_missing = num_missing
-        try:
-            self._fetch(flight, joined, missing, num_missing)
-        except BaseException:
-            with self._mutex:
-                slab_index.abandon(tiers, plan, missing, num_positions, num_missing)
-                self._flights.pop(number, None)
-            frame.num_missing = 0
-            raise
-        with self._mutex:
-            frame.num_fills = admit(tiers, plan, missing, num_positions, num_missing)
-            self._flights.pop(number, None)
-            closed = closed_plan(plan, num_positions, frame.num_fills)
+            self._flights.pop(frame.number, None)
+            closed = closed_plan(frame.plan, num_positions, frame.num_fills)
             self._device.execute(self._stream, closed, self._memory, outputs)
             frame.event = self._stream.record()
+
+    def _bring_to_host(self, frame: SlabFrame, num_positions: int) -> bool:
+        """Probe and fetch; False where a flight that was joined failed, and all is undone."""
+        frame.number = next(self._flight_numbers)
+        with self._mutex:
+            frame.num_missing = probe(
+                self._tiers, frame.rows[:num_positions], frame.table_of, frame.number, frame.plan,
+                frame.missing, frame.origin,
+            )  # fmt: skip
+            flight, joined = self._open_flight(frame)
+        try:
+            if flight is not None:
+                self._fetch(flight, frame)
+        except BaseException:
+            self._abandon(frame, num_positions)
+            raise
+        for other in joined:
+            other.is_over.wait()
+        if any(other.has_failed for other in joined):
+            self._abandon(frame, num_positions)
+            return False
+        return True
+
+    def _abandon(self, frame: SlabFrame, num_positions: int) -> None:
+        with self._mutex:
+            slab_index.abandon(
+                self._tiers, frame.plan, frame.missing, num_positions, frame.num_missing
+            )
+            self._flights.pop(frame.number, None)
+        frame.num_missing = 0
 
     def finish(self, frame: SlabFrame) -> None:
         """Wait for the device and end the frame's leases."""
@@ -218,44 +234,28 @@ class RowCache:
         for arena in self._arenas:
             arena.close()
 
-    def _open_flight(
-        self, number: int, missing: Missing, num_missing: int
-    ) -> tuple[Flight | None, list[Flight]]:
+    def _open_flight(self, frame: SlabFrame) -> tuple[Flight | None, list[Flight]]:
         """Announce the flight of the rows that this lookup fetches; find those that it joins."""
-        if num_missing == 0 or self.layout.is_inclusive:
+        if frame.num_missing == 0 or self.layout.is_inclusive:
             return None, []
-        kinds = missing.kind[:num_missing]
+        kinds = frame.missing.kind[: frame.num_missing]
         flight = None
         if (kinds == FETCHED).any():
-            flight = self._flights[number] = Flight()
-        joined_slots = missing.host_slot[:num_missing][kinds == JOINED]
+            flight = self._flights[frame.number] = Flight()
+        joined_slots = frame.missing.host_slot[: frame.num_missing][kinds == JOINED]
         joined = np.unique(self._tiers.flight[joined_slots]).tolist()
-        return flight, [self._flights[other] for other in joined]
+        return flight, [self._flights[number] for number in joined]
 
-    def _fetch(
-        self, flight: Flight | None, joined: list[Flight], missing: Missing, num_missing: int
-    ) -> None:
-        """Read this lookup's rows, then wait for those that others read."""
-        if flight is not None:
-            is_fetched = missing.kind[:num_missing] == FETCHED
-            rows = missing.row[:num_missing][is_fetched]
-            slots = missing.host_slot[:num_missing][is_fetched]
-            try:
-                self._source.read(rows, slots, self._memory.host)
-            except BaseException as error:
-                flight.error = error
-                raise
-            finally:
-                flight.is_over.set()
-        for other in joined:
-            other.is_over.wait()
-            if other.error is not None:
-                raise SourceError(f"a shared read failed: {other.error}") from other.error
-
-    def _rows_by_table(self, index: lru.Index) -> NDArray[np.int64]:
-        rows = index.row_of[index.row_of != lru.NONE]
-        tables = np.searchsorted(self.first_row, rows, side="right") - 1
-        return np.bincount(tables, minlength=len(self.tables))
+    def _fetch(self, flight: Flight, frame: SlabFrame) -> None:
+        """Read this lookup's rows into their host slots, and tell those who wait for them."""
+        is_fetched = frame.missing.kind[: frame.num_missing] == FETCHED
+        rows = frame.missing.row[: frame.num_missing][is_fetched]
+        slots = frame.missing.host_slot[: frame.num_missing][is_fetched]
+        try:
+            self._source.read(rows, slots, self._memory.host)
+            flight.has_failed = False
+        finally:
+            flight.is_over.set()
 
     def _new_memory(self) -> SlabMemory:
         layout = self.layout

@@ -23,15 +23,14 @@ IN_HOST = 0  # they are in the host tier
 JOINED = 1  # another lookup is fetching them
 FETCHED = 2  # this lookup fetches them
 
-# Columns of the counts, by table; in positions except for evictions and spills, which are rows.
-DEVICE_HITS = 0
-HOST_HITS = 1
-SOURCE_ROWS = 2
-ABSENT_KEYS = 3
+# Columns of the counts, by table. The first four are positions by their origin, TIER_DEVICE to
+# TIER_ABSENT, of lookups that did not fail; the others are rows.
 DEVICE_EVICTIONS = 4
 HOST_EVICTIONS = 5
 SPILLS = 6
-NUM_COUNTS = 7
+DEVICE_ROWS = 7  # in the tier now
+HOST_ROWS = 8
+NUM_COUNTS = 9
 
 
 class Tiers(NamedTuple):
@@ -151,16 +150,15 @@ def probe(
     # Out of the tuples once: taking an array out of a tuple counts a reference.
     slot_of, slots = tiers.device.slot_of, tiers.device.slots
     recency, state = tiers.device.log, tiers.device.state
-    read_tier, read_slot, counts = plan.read_tier, plan.read_slot, tiers.counts
+    read_tier, read_slot = plan.read_tier, plan.read_slot
+    num_hits = 0
     num_missing = 0
     for position in range(len(rows)):
         row = rows[position]
-        table = table_of[position]
         if row == NONE:
             read_tier[position] = TIER_ABSENT
-            read_slot[position] = table
+            read_slot[position] = table_of[position]
             origin[position] = TIER_ABSENT
-            counts[table, ABSENT_KEYS] += 1
             continue
         slot = slot_of[row]
         if slot >= 0:
@@ -169,24 +167,20 @@ def probe(
             read_tier[position] = TIER_DEVICE
             read_slot[position] = slot
             origin[position] = TIER_DEVICE
-            counts[table, DEVICE_HITS] += 1
+            num_hits += 1
             continue
         read_tier[position] = TIER_MISSING
         if slot < NONE:  # a repeat: marked below, unmarked before this function returns
             read_slot[position] = NONE - 1 - slot
             origin[position] = TIER_DEVICE
-            counts[table, DEVICE_HITS] += 1
             continue
         slot_of[row] = NONE - 1 - num_missing
         read_slot[position] = num_missing
         missing.row[num_missing] = row
-        if _find_below(tiers, row, flight, missing, num_missing) == IN_HOST:
-            origin[position] = TIER_HOST
-            counts[table, HOST_HITS] += 1
-        else:
-            origin[position] = TIER_SOURCE
-            counts[table, SOURCE_ROWS] += 1
+        is_in_host = _find_below(tiers, row, flight, missing, num_missing) == IN_HOST
+        origin[position] = TIER_HOST if is_in_host else TIER_SOURCE
         num_missing += 1
+    state[lru.NUM_LEASES] += num_hits
     for entry in range(num_missing):
         slot_of[missing.row[entry]] = NONE
     return num_missing
@@ -219,8 +213,16 @@ def _find_below(tiers: Tiers, row: int, flight: int, missing: Missing, entry: in
 
 
 @compiled
-def admit(tiers: Tiers, plan: Plan, missing: Missing, num_reads: int, num_missing: int) -> int:
-    """Give missing rows device slots, in order of first position, and close the plan.
+def admit(
+    tiers: Tiers,
+    table_of: NDArray[np.int32],
+    plan: Plan,
+    missing: Missing,
+    origin: NDArray[np.uint8],
+    num_reads: int,
+    num_missing: int,
+) -> int:
+    """Give missing rows device slots, in order of first position, count, and close the plan.
 
     The bytes of every missing row are in its host slot by now, and are read from there. A row that
     another lookup admitted meanwhile is only touched. Where every device slot is leased, the row is
@@ -230,8 +232,9 @@ def admit(tiers: Tiers, plan: Plan, missing: Missing, num_reads: int, num_missin
     device = tiers.device
     lru.make_room(device, num_missing)
     lru.make_room(tiers.host, 2 * num_missing)
+    lru.oldest(device)
+    place = device.state[lru.TAIL]
     num_fills = 0
-    has_victims = True  # leases do not end in here: where there was no victim, there is none later
     for entry in range(num_missing):
         row = missing.row[entry]
         present = device.slot_of[row]
@@ -241,12 +244,12 @@ def admit(tiers: Tiers, plan: Plan, missing: Missing, num_reads: int, num_missin
             continue
         victim_slot = NONE
         if device.state[lru.NUM_FREE] == 0:
-            if has_victims:
-                victim_slot = lru.oldest_without_lease(device)
-                has_victims = victim_slot != NONE
-            if not has_victims:
+            victim_slot = lru.find_victim(device, place)
+            if victim_slot == NONE:
+                place = device.state[lru.HEAD]
                 _settle_host_entry(tiers, missing, entry, False)
                 continue
+            place = device.slots[victim_slot, lru.PLACE]
         _settle_host_entry(tiers, missing, entry, True)
         plan.spill_slot[num_fills] = NONE
         if victim_slot != NONE:
@@ -254,12 +257,16 @@ def admit(tiers: Tiers, plan: Plan, missing: Missing, num_reads: int, num_missin
         slot = lru.take_free(device)
         lru.insert(device, row, slot)
         lru.acquire(device, slot)
+        tiers.counts[_table_of(tiers, row), DEVICE_ROWS] += 1
         plan.fill_slot[num_fills] = slot
         plan.fill_from[num_fills] = missing.host_slot[entry]
         num_fills += 1
-    _close_reads(device.slots, plan.read_tier, plan.read_slot, missing.host_slot, num_reads)
     for fill in range(num_fills):
-        device.slots[plan.fill_slot[fill], lru.LEASES] -= 1
+        lru.release(device, plan.fill_slot[fill])
+    device.state[lru.NUM_LEASES] -= _close_reads(
+        device.slots, plan.read_tier, plan.read_slot, missing.host_slot, num_reads
+    )
+    _count(tiers.counts, table_of, origin, num_reads)
     return num_fills
 
 
@@ -270,14 +277,31 @@ def _close_reads(
     read_slot: NDArray[np.int64],
     host_slot: NDArray[np.int64],
     num_reads: int,
-) -> None:
-    """End the leases of device hits, and point the missing positions at their host slots."""
+) -> int:
+    """Point the missing positions at their host slots and end the leases of device hits.
+
+    Returns the number of leases.
+    """
+    num_leases = 0
     for position in range(num_reads):
         if read_tier[position] == TIER_DEVICE:
             device_slots[read_slot[position], lru.LEASES] -= 1
+            num_leases += 1
         elif read_tier[position] == TIER_MISSING:
             read_tier[position] = TIER_HOST
             read_slot[position] = host_slot[read_slot[position]]
+    return num_leases
+
+
+@compiled
+def _count(
+    counts: NDArray[np.int64],
+    table_of: NDArray[np.int32],
+    origin: NDArray[np.uint8],
+    num_reads: int,
+) -> None:
+    for position in range(num_reads):
+        counts[table_of[position], origin[position]] += 1
 
 
 @compiled
@@ -286,6 +310,7 @@ def _evict(tiers: Tiers, slot: int) -> int:
     victim = lru.remove(tiers.device, slot)
     table = _table_of(tiers, victim)
     tiers.counts[table, DEVICE_EVICTIONS] += 1
+    tiers.counts[table, DEVICE_ROWS] -= 1
     host = tiers.host
     if tiers.is_inclusive or host.state[lru.MAX_USED] == 0 or host.slot_of[victim] != NONE:
         return NONE
@@ -300,11 +325,13 @@ def _insert_into_host(tiers: Tiers, row: int, slot: int) -> int:
     """Make `row` the newest entry of the host tier, in `slot` or a free one."""
     host = tiers.host
     if host.state[lru.NUM_USED] == host.state[lru.MAX_USED]:
-        evicted = lru.remove(host, lru.oldest(host))
-        tiers.counts[_table_of(tiers, evicted), HOST_EVICTIONS] += 1
+        evicted = _table_of(tiers, lru.remove(host, lru.oldest(host)))
+        tiers.counts[evicted, HOST_EVICTIONS] += 1
+        tiers.counts[evicted, HOST_ROWS] -= 1
     if slot == NONE:
         slot = lru.take_free(host)
     lru.insert(host, row, slot)
+    tiers.counts[_table_of(tiers, row), HOST_ROWS] += 1
     return slot
 
 
@@ -326,6 +353,7 @@ def _settle_host_entry(tiers: Tiers, missing: Missing, entry: int, is_on_device:
         present = host.slot_of[row]
         if present != NONE and tiers.flight[present] == 0:
             lru.remove(host, present)
+            tiers.counts[_table_of(tiers, row), HOST_ROWS] -= 1
 
 
 @compiled
@@ -365,8 +393,9 @@ def _table_of(tiers: Tiers, row: int) -> int:
 
 def check_integrity(tiers: Tiers) -> None:
     """Assert that both tiers' indices are sound and that no row is in both."""
-    lru.check_integrity(tiers.device)
-    lru.check_integrity(tiers.host)
+    for index, column in ((tiers.device, DEVICE_ROWS), (tiers.host, HOST_ROWS)):
+        lru.check_integrity(index)
+        assert tiers.counts[:, column].sum() == index.state[lru.NUM_USED]
     device_rows = set(lru.rows_by_recency(tiers.device))
     assert device_rows.isdisjoint(lru.rows_by_recency(tiers.host))
     in_flight = np.flatnonzero(tiers.flight)

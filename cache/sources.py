@@ -98,7 +98,7 @@ class FileSource:
         errors: list[BaseException] = []
         try:
             read_part(0, edges[1])
-        except SourceError as error:
+        except BaseException as error:
             errors.append(error)
         # All parts end before this returns: nothing may write into the slots afterwards.
         errors += [fault for part in parts if (fault := part.exception()) is not None]

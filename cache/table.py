@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterable
@@ -18,7 +19,10 @@ from cache.config import ConfigError, load_yaml
 from cache.errors import TableError
 
 SLOT_ALIGNMENT = 16  # one 128-bit access of a device
+TABLE_FILE = "table.yaml"
 ROW_FILE = "rows.bin"
+
+log = logging.getLogger(__name__)
 
 
 class TableConfig(BaseModel):
@@ -70,11 +74,11 @@ class Table:
 def read_table(folder: Path) -> Table:
     """Return the table in `folder`; raise `TableError` that names the file and the fault."""
     name = folder.name
-    label = f"tables/{name}/table.yaml"
-    if not (folder / "table.yaml").is_file():
+    label = f"tables/{name}/{TABLE_FILE}"
+    if not (folder / TABLE_FILE).is_file():
         raise TableError(f"{label}: no such file")
     try:
-        config = load_yaml(folder / "table.yaml", TableConfig, name=label)
+        config = load_yaml(folder / TABLE_FILE, TableConfig, name=label)
     except ConfigError as error:
         raise TableError(str(error)) from error
     table = Table(
@@ -94,8 +98,20 @@ def read_tables(root: Path) -> list[Table]:
     """Return the tables in the folders of `root`, by name; none where `root` does not exist."""
     if not root.is_dir():
         return []
-    folders = (path for path in root.iterdir() if path.is_dir() and path.name[0] != ".")
-    return [read_table(folder) for folder in sorted(folders)]
+    folders = sorted(path for path in root.iterdir() if path.is_dir() and path.name[0] != ".")
+    return [read_table(folder) for folder in folders if _is_table(folder)]
+
+
+def _is_table(folder: Path) -> bool:
+    """Whether the folder has a `table.yaml`; a file system may keep folders of its own here."""
+    try:
+        is_table = (folder / TABLE_FILE).is_file()
+        reason = f"it has no {TABLE_FILE}"
+    except OSError as error:
+        is_table, reason = False, str(error.strerror)
+    if not is_table:
+        log.warning("tables/%s is not a table: %s", folder.name, reason)
+    return is_table
 
 
 def write_table(
@@ -120,7 +136,7 @@ def write_table(
         num_rows = _write_rows(partial / ROW_FILE, rows, dim)
         config = TableConfig(num_rows=num_rows, dim=dim, default_value=default_value, absent=absent)
         text = yaml.safe_dump(config.model_dump(), sort_keys=False)
-        (partial / "table.yaml").write_text(text, encoding="utf-8")
+        (partial / TABLE_FILE).write_text(text, encoding="utf-8")
         os.rename(partial, folder)
 
 

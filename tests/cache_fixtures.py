@@ -76,9 +76,6 @@ class LateEvent:
         self._stream = stream
         self._number = number
 
-    def is_done(self) -> bool:
-        return self._stream.num_done >= self._number
-
     def wait(self) -> None:
         self._stream.run_until(self._number)
 

@@ -99,9 +99,7 @@ def test_plans_read_spill_and_fill_in_the_order_in_which_they_were_enqueued(
     )
     reads = [(TIER_DEVICE, 0), (TIER_HOST, 2), (TIER_DEVICE, 1)]
     device.execute(stream, plan_of(reads, []), memory, [Output(0, second)])
-    event = stream.record()
-    event.wait()
-    assert event.is_done()
+    stream.record().wait()
     assert first.tolist() == [[2] * 3, [20] * 3, [-0.5] * 3, [20] * 3]
     assert second.tolist() == [[20] * 3, [1] * 3, [2] * 3]
 

@@ -10,6 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from cache import FeatureCache, Lookup, LookupResult
+from cache.budget import Budget
+from cache.device import CpuDevice
 from cache.errors import AbsentKeyError, UnknownTableError
 from cache.table import write_table
 from tests.cache_fixtures import new_device, rows_of
@@ -104,6 +106,27 @@ def test_the_host_memory_decides_the_mode(root: Path) -> None:
         assert (result.num_host, result.num_source) == ((2, 0) if mode == "inclusive" else (0, 2))
 
 
+def test_a_small_slab_is_inclusive_beside_a_large_one(root: Path) -> None:
+    write_table(root / "huge", [np.zeros((100_000, 64), np.float32)], dim=64)
+    cache = open_cache(root, host_memory_bytes=1 << 20, num_frames=1)
+    assert [slab.mode for slab in cache.stats().slabs] == ["inclusive", "inclusive", "spill"]
+
+
+@pytest.mark.parametrize("host_memory_bytes", [0, 1, 2000, 100_000, 2_000_000, 3_000_000])
+def test_any_mix_of_tables_opens_with_any_host_memory(
+    tmp_path: Path, host_memory_bytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_table(tmp_path / "long", [np.zeros((200_000, 4), np.float32)], dim=4)
+    write_table(tmp_path / "wide", [np.ones((300, 64), np.float32)], dim=64)
+    device = CpuDevice(Budget("device memory", 1 << 24), Budget("host memory", host_memory_bytes))
+    cache = FeatureCache.open(
+        tmp_path, device, table_memory_bytes=1 << 20, host_memory_bytes=host_memory_bytes,
+        max_positions=512,
+    )  # fmt: skip
+    assert (look_up(cache, ["wide"], list(range(300)), 64)[0] == 1).all()
+    assert ("have no host tier" in caplog.text) == (host_memory_bytes in (1, 2000, 100_000))
+
+
 def test_absent_keys_give_the_default_row_in_their_place(root: Path) -> None:
     cache = open_cache(root)
     rows, result = look_up(cache, ["b"], [5, 1_234_567, 7, -1])
@@ -154,8 +177,8 @@ def test_counts_are_by_table_and_position(root: Path) -> None:
     look_up(cache, ["a", "b"], [1, 1, 1, 2])
     look_up(cache, ["a"], [1, 1, -5])
     a, b = cache.stats().tables[:2]
-    assert (a.device_hits, a.device_misses, a.source_rows, a.absent_keys) == (3, 1, 1, 1)
-    assert (b.device_hits, b.device_misses, b.device_rows) == (0, 2, 2)
+    assert (a.device_hits, a.host_hits, a.source_rows, a.absent_keys) == (3, 0, 1, 1)
+    assert (b.device_hits, b.source_rows, b.device_rows) == (0, 2, 2)
 
 
 def test_closing_gives_the_memory_back(root: Path) -> None:

@@ -90,7 +90,9 @@ def test_a_leased_slot_is_no_victim_and_returns_when_the_lease_ends() -> None:
         lru.insert(index, row, lru.take_free(index))
     oldest = int(index.slot_of[3])
     lru.acquire(index, oldest)
-    assert lru.oldest_without_lease(index) == index.slot_of[4]
+    tail = int(index.state[lru.TAIL])
+    assert lru.oldest(index) == oldest
+    assert lru.find_victim(index, tail) == index.slot_of[4]
     assert lru.remove(index, oldest) == 3
     assert lru.take_free(index) == lru.NONE  # it is held by its lease
     lru.release(index, oldest)

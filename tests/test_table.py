@@ -85,6 +85,15 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     assert read_tables(tmp_path / "nowhere") == []
 
 
+def test_a_folder_that_is_no_table_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_table(tmp_path / "items", [rows_of(range(2))], dim=4)
+    (tmp_path / "lost+found").mkdir()
+    assert [table.name for table in read_tables(tmp_path)] == ["items"]
+    assert "tables/lost+found is not a table: it has no table.yaml" in caplog.text
+
+
 def test_every_field_is_documented_and_the_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
