@@ -18,7 +18,7 @@ FROM nvidia/cuda:13.0.1-cudnn-runtime-ubuntu24.04 AS gpu-packages
 COPY --from=source /app /app
 RUN apt-get update && apt-get install --yes --no-install-recommends python3-venv \
     && python3 -m venv /opt/hotshelf \
-    && /opt/hotshelf/bin/pip install --no-cache-dir -e '/app[gpu]'
+    && /opt/hotshelf/bin/pip install --no-cache-dir -c /app/constraints.txt -e '/app[gpu]'
 
 FROM python:3.11-slim-bookworm AS cpu
 ENV PATH=/opt/hotshelf/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 \

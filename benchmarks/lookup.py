@@ -1,4 +1,7 @@
-"""Lookups that all hit, against `numpy.take` of the same rows: python -m benchmarks.lookup."""
+"""Lookups that all hit, against NumPy and torch on resident rows: python -m benchmarks.lookup.
+
+One process, one thread each; the three take turns, so that they see the same machine.
+"""
 
 from __future__ import annotations
 
@@ -7,70 +10,84 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from cache import FeatureCache, Lookup, open_device
 from cache.table import write_table
 
 NUM_KEYS = 26 * 64
+NUM_BATCHES = 64
 
 
 def main() -> None:
-    """Print one line a dimension: medians of interleaved repeats, and their ratio."""
+    """Print one line a dimension: median times, and the ratios of a lookup to the others."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=2000)
     arguments = parser.parse_args()
-    print(f"{NUM_KEYS} Zipf keys of {arguments.rows} rows, float32, all in the device tier")
-    print("dim   numpy.take us   lookup us   ratio")
+    torch.set_num_threads(1)
+    print(f"{NUM_KEYS} Zipf keys of {arguments.rows} rows, float32, all in the device tier; us")
+    print("dim  numpy.take  torch embedding  lookup  lookup/numpy  lookup/torch")
     for dim in (16, 64):
-        take_us, lookup_us = measure(dim, arguments.rows, arguments.repeats)
-        print(f"{dim:3}   {take_us:13.1f}   {lookup_us:9.1f}   {lookup_us / take_us:5.2f}")
+        take, embedding, lookup = measure(dim, arguments.rows, arguments.repeats)
+        print(
+            f"{dim:3}  {take:10.1f}  {embedding:15.1f}  {lookup:6.1f}  "
+            f"{lookup / take:12.2f}  {lookup / embedding:12.2f}"
+        )
 
 
-def measure(dim: int, num_rows: int, repeats: int) -> tuple[float, float]:
-    """Median times of `numpy.take` and of a lookup in microseconds."""
+def measure(dim: int, num_rows: int, repeats: int) -> list[float]:
+    """Median times in us of `numpy.take`, torch's `embedding`, and a lookup with its frame."""
     random = np.random.default_rng(1)
     rows = random.standard_normal((num_rows, dim), dtype=np.float32)
-    permutation = random.permutation(num_rows)
-    batches = [permutation[random.zipf(1.1, NUM_KEYS) % num_rows] for _ in range(64)]
+    hot_first = random.permutation(num_rows)
+    batches = [hot_first[random.zipf(1.1, NUM_KEYS) % num_rows] for _ in range(NUM_BATCHES)]
+    tensor = torch.from_numpy(rows)
     out = np.zeros((NUM_KEYS, dim), dtype=np.float32)
     with tempfile.TemporaryDirectory() as folder:
-        write_table(Path(folder) / "rows", [rows], dim=dim)
-        num_bytes = rows.nbytes
-        device = open_device("cpu", max_bytes=2 * num_bytes, max_host_bytes=2 * num_bytes)
-        cache = FeatureCache.open(
-            Path(folder), device, table_memory_bytes=num_bytes, host_memory_bytes=num_bytes
-        )
-        for first in range(0, num_rows, 8192):
-            _look_up(cache, np.arange(first, min(first + 8192, num_rows)))
+        cache = _open_cache(Path(folder), rows)
         for batch in batches:
-            np.testing.assert_array_equal(_look_up(cache, batch), rows[batch])
-        take_s, lookup_s = [], []
-        with cache.frame() as frame:
-            for repeat in range(repeats):
-                keys = batches[repeat % len(batches)]
-                take_s.append(_time(lambda keys=keys: np.take(rows, keys, axis=0, out=out)))  # type: ignore[misc]
-                lookup = [Lookup(("rows",), keys, out)]
-                lookup_s.append(_time(lambda lookup=lookup: frame.lookup(lookup)))  # type: ignore[misc]
+            _look_up(cache, batch, out)
+            np.testing.assert_array_equal(out, rows[batch])
+        times: list[list[float]] = [[], [], []]
+        for repeat in range(repeats):
+            keys = batches[repeat % NUM_BATCHES]
+            contenders: list[Callable[[], object]] = [
+                partial(np.take, rows, keys, axis=0, out=out, mode="clip"),
+                partial(torch.nn.functional.embedding, torch.from_numpy(keys), tensor),
+                partial(_look_up, cache, keys, out),
+            ]
+            for contender, seconds in zip(contenders, times, strict=True):
+                started = time.perf_counter()
+                contender()
+                seconds.append(time.perf_counter() - started)
         cache.close()
-    return statistics.median(take_s) * 1e6, statistics.median(lookup_s) * 1e6
+    return [statistics.median(seconds) * 1e6 for seconds in times]
 
 
-def _look_up(cache: FeatureCache, keys: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
-    dim = cache.tables["rows"].dim
-    out = np.zeros((len(keys), dim), dtype=np.float32)
+def _open_cache(folder: Path, rows: NDArray[np.float32]) -> FeatureCache:
+    """A cache of one table whose rows are all in the device tier."""
+    num_rows, dim = rows.shape
+    write_table(folder / "rows", [rows], dim=dim)
+    device = open_device("cpu", max_bytes=2 * rows.nbytes, max_host_bytes=2 * rows.nbytes)
+    cache = FeatureCache.open(
+        folder, device, table_memory_bytes=rows.nbytes, host_memory_bytes=rows.nbytes
+    )
+    out = np.zeros((8192, dim), dtype=np.float32)
+    for first in range(0, num_rows, 8192):
+        keys = np.arange(first, min(first + 8192, num_rows))
+        _look_up(cache, keys, out[: len(keys)])
+    return cache
+
+
+def _look_up(cache: FeatureCache, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
     with cache.frame() as frame:
         frame.lookup([Lookup(("rows",), keys, out)])
-    return out
-
-
-def _time(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 if __name__ == "__main__":
