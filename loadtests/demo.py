@@ -22,12 +22,11 @@ from onnx import TensorProto, helper, numpy_helper
 from tqdm import tqdm
 
 from cache.table import write_table
+from loadtests.workloads import MODEL, NUM_DENSE
 
 NUM_TABLES = 26
-NUM_DENSE = 13
 BOTTOM_HIDDEN = 64
 TOP_HIDDEN = (256, 64)
-MODEL = "dlrm"
 BLOCK_ROWS = 65_536
 SIZE_SPREAD = 4.0  # the largest table has about four times the rows of the smallest
 

@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -26,9 +27,8 @@ from loadtests.server_process import (
     child_environment,
     log_tail,
 )
-from loadtests.workloads import Workload
+from loadtests.workloads import MODEL, Workload
 
-MODEL = "dlrm"
 WARM_UP_ROWS = 64  # rows in a request of the warm-up
 ROUND_SAMPLES = 1024  # of the warm-up; 26 k positions give the hit rate to about 0.3 %
 MAX_ROUNDS = 8
@@ -69,30 +69,38 @@ class Trace:
 
 
 class PointMeasurer:
-    """Measures points on one trace; logs go to `out`/logs, files between processes to `scratch`."""
+    """Measures points on one trace; use it as a context manager.
 
-    def __init__(self, args: Namespace, trace: Trace, out: Path, scratch: Path) -> None:
+    `rows` and `sample_columns` have what was measured so far. Logs go to `out`/logs.
+    """
+
+    def __init__(self, args: Namespace, trace: Trace, out: Path) -> None:
         self._args = args
         self._trace = trace
         self._logs = out / "logs"
-        self._scratch = scratch
+        self.rows: list[Row] = []
         self.sample_columns: Columns = {}
 
-    def start(self) -> None:
-        """Make the folder of the logs and the file that Locust reads the trace from."""
+    def __enter__(self) -> PointMeasurer:
+        """Make the folder of the logs, and one for the files that Locust reads and writes."""
         self._logs.mkdir(parents=True)
+        self._folder = tempfile.TemporaryDirectory()
+        self._scratch = Path(self._folder.name)
         np.save(self._scratch / "trace.npy", self._trace.workload.keys)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._folder.cleanup()
 
     def measure(
         self, series: str, share: float, rates: Sequence[float], on_stage: Callable[[str], None]
-    ) -> list[Row]:
-        """One row for each rate; without rates, for one that a probe of this server finds.
+    ) -> None:
+        """Add a row for each rate; without rates, for one that a probe of this server finds.
 
         When the server fails, the last row says so.
         """
         cache_bytes = round(self._trace.table_bytes * share / 100)
         row = Row(series, share, cache_bytes, rate=0.0)
-        rows: list[Row] = []
         log = self._logs / f"server-{series}-{share:g}.log"
         try:
             on_stage("start")
@@ -106,12 +114,11 @@ class PointMeasurer:
                 for rate in rates:
                     on_stage(f"{rate:g} requests/s")
                     row = dataclasses.replace(row, rate=rate)
-                    rows.append(self._load(server, row, first_sample))
-                    num_sent = rows[-1].num_planned + math.ceil(rate * LEAD_IN_S)
+                    self.rows.append(self._load(server, row, first_sample))
+                    num_sent = self.rows[-1].num_planned + math.ceil(rate * LEAD_IN_S)
                     first_sample += num_sent * self._args.rows_per_request
         except (ServerFailedError, ReplayError) as error:
-            rows.append(dataclasses.replace(row, state=FAILED, note=str(error)))
-        return rows
+            self.rows.append(dataclasses.replace(row, state=FAILED, note=str(error)))
 
     def _server_arguments(self, series: str, cache_bytes: int) -> list[str]:
         table_bytes = self._trace.table_bytes
@@ -151,7 +158,7 @@ class PointMeasurer:
         deadline = time.monotonic() + PROBE_S
         # The end of the trace: the load does not get that far in a default sweep.
         num_samples = self._trace.workload.num_samples
-        first = (self._trace.first_measured + num_samples) // 2
+        first = num_samples * 31 // 32
         replayed = self._replay(
             server,
             first,

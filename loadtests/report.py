@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,16 +12,10 @@ from string import Template
 from typing import Any
 
 from loadtests.machine import describe_machine, describe_versions
+from loadtests.noise import Noise
 from loadtests.percentiles import METHOD
-from loadtests.results import (
-    FAILED,
-    HEADINGS,
-    OK,
-    SERIES_TO_LABEL,
-    Row,
-    format_bytes,
-    table_cells,
-)
+from loadtests.results import COLUMNS, FAILED, OK, SERIES_TO_LABEL, Row, format_bytes
+from loadtests.samples import NUM_WINDOWS
 
 SERIES_TO_COLOR = {"none": "#c2410c", "host": "#1d4ed8"}
 SERIES_TO_MARKER = {"none": "o", "host": "s"}
@@ -38,16 +33,19 @@ MEASUREMENT = (
 
 
 def write_report(
-    out: Path, rows: Sequence[Row], repository: Path, method: Mapping[str, str]
+    out: Path, rows: Sequence[Row], noise: Noise, repository: Path, method: Mapping[str, str]
 ) -> None:
     """Write the pictures and `report.html` into `out`."""
-    pictures = draw(out, rows)
+    pictures = draw(out, rows, noise)
+    title = _headline(rows)
     page = Template(Path(__file__).with_name("report.html").read_text("utf-8")).substitute(
-        title=html.escape(_headline(rows)),
+        title=html.escape(title),
         date=time.strftime("%Y-%m-%d %H:%M"),
-        pictures="".join(_picture(path) for path in pictures),
-        head="".join(f"<th>{html.escape(heading)}</th>" for heading in HEADINGS),
+        pictures="".join(_picture(path, title) for path in pictures),
+        noise=html.escape(str(noise)),
+        head="".join(f"<th>{html.escape(column.heading)}</th>" for column in COLUMNS),
         rows="".join(_table_row(row) for row in rows),
+        num_windows=NUM_WINDOWS,
         facts=_facts(
             {
                 **method,
@@ -61,23 +59,24 @@ def write_report(
     (out / "report.html").write_text(page, encoding="utf-8")
 
 
-def draw(out: Path, rows: Sequence[Row]) -> list[Path]:
+def draw(out: Path, rows: Sequence[Row], noise: Noise) -> list[Path]:
     """Draw what the rows can show; returns the files."""
     measured = [row for row in rows if row.state != FAILED]
     if not measured:
         return []
     if len({row.rate for row in measured}) > 1:
         path = out / "p99_vs_rate.png"
-        _draw_curves(path, measured, lambda row: row.rate, _style_rates)
+        _draw_curves(path, measured, noise, lambda row: row.rate, _style_rates)
     else:
         path = out / "p99_vs_cache.png"
-        _draw_curves(path, measured, lambda row: row.share_percent, _style_sizes)
+        _draw_curves(path, measured, noise, lambda row: row.share_percent, _style_sizes)
     return [path]
 
 
 def _draw_curves(
     path: Path,
     rows: Sequence[Row],
+    noise: Noise,
     x_of: Callable[[Row], float],
     style: Callable[[Any, Sequence[Row]], None],
 ) -> None:
@@ -87,10 +86,13 @@ def _draw_curves(
     latency, hits = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
     for series in dict.fromkeys(row.series for row in rows):
         _draw_series(latency, hits, [row for row in rows if row.series == series], x_of)
+    latency.axhline(
+        noise.p99_ms, color="#6b7280", linewidth=1.2, linestyle=":",
+        label=f"machine noise (p99 of a {noise.p50_ms:.1g} ms task)",
+    )  # fmt: skip
     _mark_overloaded(latency, [row for row in rows if not row.is_valid], x_of)
     latency.set_ylabel("latency from the planned send time (ms)")
-    latency.set_yscale("log")
-    _plain_log_axis(latency.yaxis, [v for row in rows for v in (row.p50_ms, row.p99_ms)])
+    _set_log_scale(latency, [noise.p99_ms, *(v for row in rows for v in (row.p50_ms, row.p99_ms))])
     hits.set_ylabel("hit rate of the device tier")
     hits.legend(frameon=False, fontsize=9, loc="lower right")
     hits.set_ylim(0, 1.03)
@@ -100,8 +102,9 @@ def _draw_curves(
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(_headline(rows), x=0.01, ha="left", fontsize=13, fontweight="bold")
     latency.legend(
-        frameon=False, fontsize=9, ncols=2, loc="lower left", bbox_to_anchor=(-0.01, 1.0)
-    )
+        frameon=False, fontsize=9, ncols=3, columnspacing=1.2, loc="lower left",
+        bbox_to_anchor=(-0.09, 1.0),
+    )  # fmt: skip
     style(hits, rows)
     figure.savefig(path)
 
@@ -154,13 +157,17 @@ def _style_rates(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_xlabel("planned requests per second")
 
 
-def _plain_log_axis(axis: Any, values: Sequence[float]) -> None:
-    """Ticks at 1, 2 and 5 times the powers of ten, as plain numbers."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
-    axis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.set_minor_formatter(NullFormatter())
+def _set_log_scale(axes: Any, values: Sequence[float]) -> None:
+    """A log scale of y between round numbers, with plain ones at 1, 2 and 5 times powers of ten."""
+    round_numbers = [digit * 10.0**power for power in range(-3, 6) for digit in (1, 2, 5)]
+    known = [value for value in values if not math.isnan(value)]
+    low = max((tick for tick in round_numbers if tick <= min(known)), default=round_numbers[0])
+    high = min((tick for tick in round_numbers if tick >= max(known)), default=max(known))
+    ticks = [tick for tick in round_numbers if low <= tick <= high]
+    axes.set_yscale("log")
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_yticks([], minor=True)
+    axes.set_ylim(low * 0.95, high * 1.05)
 
 
 def _headline(rows: Sequence[Row]) -> str:
@@ -173,15 +180,19 @@ def _headline(rows: Sequence[Row]) -> str:
     return f"Latency against cache size{rate}"
 
 
-def _picture(path: Path) -> str:
+def _picture(path: Path, title: str) -> str:
     data = base64.b64encode(path.read_bytes()).decode()
-    return f'<img alt="{path.stem}" src="data:image/png;base64,{data}">'
+    return f'<img alt="{html.escape(title)}" src="data:image/png;base64,{data}">'
 
 
 def _table_row(row: Row) -> str:
     kind = "" if row.state == OK else f' class="{row.state}"'
-    cells = ["–" if cell.startswith("nan") else cell for cell in table_cells(row)]
-    return f"<tr{kind}>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>\n"
+    cells = "".join(f"<td>{html.escape(column.text(row))}</td>" for column in COLUMNS)
+    text = f"<tr{kind}>{cells}</tr>\n"
+    if row.note:
+        note = html.escape(f"{row.state}: {row.note}")
+        text += f'<tr class="{row.state} note"><td colspan="{len(COLUMNS)}">{note}</td></tr>\n'
+    return text
 
 
 def _facts(facts: Mapping[str, str]) -> str:

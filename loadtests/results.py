@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,7 @@ class Row:
     p50_ms: float = math.nan
     p90_ms: float = math.nan
     p99_ms: float = math.nan
+    p99_windows_ms: float = math.nan
     p99_9_ms: float = math.nan
     max_ms: float = math.nan
     lateness_p99_ms: float = math.nan
@@ -59,22 +60,14 @@ class Row:
     def measured(self, summary: Summary, counters: Counters, error_threshold: float) -> Row:
         """Return this row with the figures of a run."""
         state, note = judge(summary, error_threshold)
+        figures = dataclasses.asdict(summary)
+        del figures["num_overload_errors"]
         return dataclasses.replace(
             self,
             state=state,
             note=note,
-            planned_rate=summary.planned_rate,
-            achieved_rate=summary.achieved_rate,
-            num_planned=summary.num_planned,
-            num_ok=summary.num_ok,
-            errors=summary.num_errors,
-            error_rate=summary.error_rate,
-            p50_ms=summary.p50_ms,
-            p90_ms=summary.p90_ms,
-            p99_ms=summary.p99_ms,
-            p99_9_ms=summary.p99_9_ms,
-            max_ms=summary.max_ms,
-            lateness_p99_ms=summary.lateness_p99_ms,
+            errors=figures.pop("num_errors"),
+            **figures,
             hit_rate_device=counters.hit_rate("device"),
             hit_rate_host=counters.hit_rate("host"),
             rate_source=counters.hit_rate("source"),
@@ -108,64 +101,65 @@ def write_summary(path: Path, rows: Sequence[Row]) -> None:
             writer.writerow("" if _is_missing(value) else value for value in values)
 
 
-HEADINGS = (
-    *("series", "cache", "bytes", "rate/s", "achieved/s", "p50 ms", "p90 ms", "p99 ms"),
-    *(
-        "p99.9 ms",
-        "max ms",
-        "errors",
-        "hit device",
-        "hit host",
-        "source",
-        "batch",
-        "faults maj/min",
-    ),
-    "state",
-)
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the table for readers; the terminal has room for some of them only."""
+
+    heading: str
+    text: Callable[[Row], str]
+    is_printed: bool = True
 
 
-def table_cells(row: Row) -> list[str]:
-    """The cells of one row under HEADINGS, as text."""
-    latencies = (row.p50_ms, row.p90_ms, row.p99_ms, row.p99_9_ms, row.max_ms)
-    shares = (row.hit_rate_device, row.hit_rate_host, row.rate_source)
-    return [
-        row.series,
-        f"{row.share_percent:g} %",
-        format_bytes(row.cache_bytes),
-        f"{row.planned_rate:.1f}",
-        f"{row.achieved_rate:.1f}",
-        *(f"{latency:.2f}" for latency in latencies),
-        f"{row.error_rate:.2%}",
-        *(f"{share:.1%}" for share in shares),
-        f"{row.mean_batch_rows:.1f}",
-        f"{_or_dash(row.major_page_faults)}/{_or_dash(row.minor_page_faults)}",
-        f"{row.state}: {row.note}" if row.note else row.state,
-    ]
+def _figure(name: str, spec: str) -> Callable[[Row], str]:
+    """The text of a figure, a dash where it does not exist."""
+
+    def text(row: Row) -> str:
+        value = getattr(row, name)
+        return "-" if _is_missing(value) else format(value, spec)
+
+    return text
 
 
-# What fits a terminal.
-PRINTED = (
-    *("series", "cache", "bytes", "rate/s", "achieved/s", "p50 ms", "p99 ms", "max ms"),
-    *("errors", "hit device", "state"),
+COLUMNS = (
+    Column("series", lambda row: row.series),
+    Column("cache", lambda row: f"{row.share_percent:g} %"),
+    Column("bytes", lambda row: format_bytes(row.cache_bytes)),
+    Column("rate/s", _figure("planned_rate", ".1f")),
+    Column("achieved/s", _figure("achieved_rate", ".1f")),
+    Column("p50 ms", _figure("p50_ms", ".2f")),
+    Column("p90 ms", _figure("p90_ms", ".2f"), is_printed=False),
+    Column("p99 ms", _figure("p99_ms", ".2f")),
+    Column("p99 ms, windows", _figure("p99_windows_ms", ".2f"), is_printed=False),
+    Column("p99.9 ms", _figure("p99_9_ms", ".2f"), is_printed=False),
+    Column("max ms", _figure("max_ms", ".2f")),
+    Column("errors", _figure("error_rate", ".2%")),
+    Column("hit device", _figure("hit_rate_device", ".1%")),
+    Column("hit host", _figure("hit_rate_host", ".1%"), is_printed=False),
+    Column("source", _figure("rate_source", ".1%"), is_printed=False),
+    Column("batch", _figure("mean_batch_rows", ".1f"), is_printed=False),
+    Column("major faults", _figure("major_page_faults", "d"), is_printed=False),
+    Column("minor faults", _figure("minor_page_faults", "d"), is_printed=False),
+    Column("state", lambda row: row.state),
 )
 
 
 def format_table(rows: Sequence[Row]) -> str:
-    """The rows as aligned text, with the columns in PRINTED."""
-    columns = [HEADINGS.index(heading) for heading in PRINTED]
-    lines = [list(HEADINGS), *(table_cells(row) for row in rows)]
-    lines = [[line[column] for column in columns] for line in lines]
-    lines = [["-" if cell.startswith("nan") else cell for cell in line] for line in lines]
-    # The note of a failed run may have many lines; the table shows the first.
-    lines = [[cell.partition("\n")[0] for cell in line] for line in lines]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(PRINTED))]
-    last = len(PRINTED) - 1
+    """The rows as aligned text, with the columns that are printed and the note's first line."""
+    columns = [column for column in COLUMNS if column.is_printed]
+    lines = [[column.heading for column in columns]]
+    lines += [[column.text(row) for column in columns] for row in rows]
+    notes = ["", *(row.note.partition("\n")[0] for row in rows)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if column in (0, last) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            [
+                line[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(line[1:-1], widths[1:-1], strict=True)),
+                line[-1].ljust(widths[-1]),
+                note,
+            ]
         ).rstrip()
-        for line in lines
+        for line, note in zip(lines, notes, strict=True)
     )
 
 
@@ -176,10 +170,6 @@ def format_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.3g} GiB"
-
-
-def _or_dash(value: int | None) -> str:
-    return "-" if value is None else str(value)
 
 
 def _is_missing(value: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import importlib.util
 import math
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ class Outcome(IntEnum):
 # What a server does that is asked for more than it can do; the rest means that something is broken.
 OVERLOAD = (Outcome.NOT_SENT, Outcome.UNFINISHED, Outcome.TIMEOUT)
 UNAVAILABLE = 503
+
+NUM_WINDOWS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +66,7 @@ class Samples:
     def measured(self) -> Samples:
         """The samples without those of the lead-in, which were planned before 0."""
         part = slice(int(np.searchsorted(self.planned_s, 0)), None)
-        return Samples(
-            self.planned_s[part],
-            self.sent_s[part],
-            self.done_s[part],
-            self.status[part],
-            self.num_bytes[part],
-            self.outcome[part],
-        )
+        return Samples(*(getattr(self, field.name)[part] for field in dataclasses.fields(self)))
 
     def columns(self) -> dict[str, list[Any]]:
         """The samples as columns of plain values; the outcome by name."""
@@ -110,6 +106,7 @@ class Summary:
     p50_ms: float
     p90_ms: float
     p99_ms: float
+    p99_windows_ms: float
     p99_9_ms: float
     max_ms: float
     lateness_p99_ms: float
@@ -132,7 +129,8 @@ def summarize(samples: Samples, duration_s: float) -> Summary:
     """
     samples = samples.measured()
     is_ok = samples.outcome == Outcome.OK
-    latency_ms = (samples.done_s - samples.planned_s)[is_ok] * 1000
+    planned_s = samples.planned_s[is_ok]
+    latency_ms = (samples.done_s[is_ok] - planned_s) * 1000
     p50, p90, p99, p99_9, highest = nearest_rank(latency_ms, (50, 90, 99, 99.9, 100))
     lateness_ms = (samples.sent_s - samples.planned_s)[~np.isnan(samples.sent_s)] * 1000
     num_ok = int(is_ok.sum())
@@ -149,10 +147,24 @@ def summarize(samples: Samples, duration_s: float) -> Summary:
         p50_ms=p50,
         p90_ms=p90,
         p99_ms=p99,
+        p99_windows_ms=_median_p99(latency_ms, planned_s, duration_s),
         p99_9_ms=p99_9,
         max_ms=highest,
         lateness_p99_ms=nearest_rank(lateness_ms, (99,))[0],
     )
+
+
+def _median_p99(
+    latency_ms: NDArray[np.float64], planned_s: NDArray[np.float64], duration_s: float
+) -> float:
+    """The median of the p99 of NUM_WINDOWS equal windows of planned time.
+
+    One stall changes the p99 of one or two windows. A window without a success counts as the
+    slowest.
+    """
+    window = np.floor(planned_s / duration_s * NUM_WINDOWS)
+    p99s = [nearest_rank(latency_ms[window == number], (99,))[0] for number in range(NUM_WINDOWS)]
+    return nearest_rank(np.array(p99s), (50,))[0]  # NaN sorts last
 
 
 def can_write_parquet() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -14,7 +13,6 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -94,9 +92,10 @@ class ServerProcess:
         try:
             exit_code = self._process.wait(timeout=60)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
             raise self._failure("did not stop within 60 s") from None
+        finally:
+            self._process.kill()  # does nothing once it has ended
+            self._process.wait()
         if exit_code != 0 and error is None:
             raise self._failure(f"ended with exit code {exit_code}")
 
@@ -136,12 +135,6 @@ class ServerProcess:
 
     def _failure(self, what: str) -> ServerFailedError:
         return ServerFailedError(f"the server {what}; its log ends with:\n{log_tail(self._log)}")
-
-
-def get_json(url: str) -> Any:
-    """The JSON answer to a GET."""
-    with urllib.request.urlopen(url, timeout=30) as response:
-        return json.load(response)
 
 
 def child_environment() -> dict[str, str]:

@@ -1,20 +1,18 @@
 """`hotshelf sweep`: p50 and p99 against cache size, measured with Locust against real servers.
 
-For every series and size it starts a server, replays the earlier part of the trace until the hit
-rate is steady, runs the open-loop load test in a process of its own, and stops the server.
+First it measures the noise of the machine alone. Then, for every series and size, it starts a
+server, replays the earlier part of the trace until the hit rate is steady, runs the open-loop load
+test in a process of its own, and stops the server.
 """
 
 from __future__ import annotations
 
-import functools
 import shlex
 import sys
-import tempfile
+import textwrap
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -23,7 +21,6 @@ from cache.table import read_tables
 from loadtests.measure import (
     LEAD_IN_S,
     MAX_ROUNDS,
-    MODEL,
     NUM_CONNECTIONS,
     PROBE_S,
     PROBE_SHARE,
@@ -33,11 +30,19 @@ from loadtests.measure import (
     PointMeasurer,
     Trace,
 )
+from loadtests.noise import Noise, measure_noise, write_noise
 from loadtests.open_loop import PROCESSES
 from loadtests.report import write_report
-from loadtests.results import FAILED, SERIES_TO_LABEL, Row, format_table, write_summary
+from loadtests.results import (
+    FAILED,
+    SERIES_TO_LABEL,
+    Row,
+    format_bytes,
+    format_table,
+    write_summary,
+)
 from loadtests.samples import write_columns
-from loadtests.workloads import WorkloadError, make_workload
+from loadtests.workloads import MODEL, WorkloadError, make_workload
 
 
 class SweepError(Exception):
@@ -64,8 +69,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--zipf-exponent", type=float, default=1.0, metavar="X", help="of the zipf profile (1.0)")
     add("--arrivals", choices=PROCESSES, default="poisson", help="gaps between requests (poisson)")
     add("--wire-format", choices=("binary", "json"), default="binary", help="tensors on the wire")
-    add("--duration", type=_positive_number, default=10.0, metavar="S",
-        help="seconds of load at each point (10)")  # fmt: skip
+    add("--duration", type=_positive_number, default=20.0, metavar="S",
+        help="seconds of load at each point (20)")  # fmt: skip
     add("--warm-up", type=_positive_number, default=10.0, metavar="S",
         help="longest warm-up of each point in seconds (10)")  # fmt: skip
     add("--error-threshold", type=float, default=0.01, metavar="X",
@@ -82,10 +87,13 @@ def main(args: Namespace) -> int:
     except (SweepError, WorkloadError, CacheError) as error:
         print(f"hotshelf sweep: {error}", file=sys.stderr)
         return 2
-    rows = sweep.run()
-    print(f"\n{format_table(rows)}\n")
-    print(f"report: {sweep.out / 'report.html'}")
-    return int(any(row.state == FAILED for row in rows))
+    try:
+        sweep.run()
+    finally:
+        if sweep.rows:
+            print(f"\n{format_table(sweep.rows)}\n\n{textwrap.fill(str(sweep.noise), 100)}\n")
+            print(f"report: {sweep.out / 'report.html'}")
+    return int(any(row.state == FAILED for row in sweep.rows))
 
 
 class Sweep:
@@ -100,35 +108,50 @@ class Sweep:
         self._trace = _read_trace(args)
         self._rates: list[float] = args.rates or ([args.rate] if args.rate else [])
         self.out: Path = args.out / time.strftime("%Y-%m-%d_%H-%M-%S")
+        self.noise: Noise | None = None
+        self._measurer = PointMeasurer(args, self._trace, self.out)
+        self._is_complete = False
 
-    def run(self) -> list[Row]:
-        """Measure every point and write the results; returns the rows of the summary."""
-        args = self._args
-        points = [(s, share) for s in args.series for share in sorted(args.points)]
-        rows: list[Row] = []
-        with tempfile.TemporaryDirectory() as scratch, tqdm(points, unit="point") as bar:
-            measurer = PointMeasurer(args, self._trace, self.out, Path(scratch))
-            measurer.start()
+    @property
+    def rows(self) -> list[Row]:
+        """The rows of the summary so far."""
+        return self._measurer.rows
+
+    def run(self) -> None:
+        """Measure every point and write the results, also those of a sweep that is interrupted."""
+        try:
+            self._measure()
+            self._is_complete = True
+        finally:
+            if self.noise and self.rows:
+                self._write(self.noise)
+
+    def _measure(self) -> None:
+        points = [(s, share) for s in self._args.series for share in sorted(self._args.points)]
+        with self._measurer, tqdm(points, unit="point") as bar:
+            bar.set_description("noise of the machine")
+            self.noise = measure_noise()
             for series, share in bar:
                 label = f"{series} {share:g} %"
-                rows += measurer.measure(
-                    *(series, share, self._rates),
-                    on_stage=functools.partial(_show_stage, bar, label),
-                )
-                if rows[-1].state == FAILED:
-                    bar.write(f"{label}: {rows[-1].note}", file=sys.stderr)
-                if not self._rates and rows[-1].rate:
-                    self._rates = [rows[-1].rate]
-        self._write(rows, measurer)
-        return rows
 
-    def _write(self, rows: Sequence[Row], measurer: PointMeasurer) -> None:
-        write_summary(self.out / "summary.csv", rows)
-        if measurer.sample_columns:
-            write_columns(self.out / f"samples{SAMPLES_SUFFIX}", measurer.sample_columns)
-        write_report(self.out, rows, self._args.repository, self._method(rows))
+                def show(stage: str, label: str = label) -> None:
+                    bar.set_description(f"{label}: {stage}")
 
-    def _method(self, rows: Sequence[Row]) -> dict[str, str]:
+                self._measurer.measure(series, share, self._rates, on_stage=show)
+                row = self.rows[-1]
+                if row.state == FAILED:
+                    bar.write(f"{label}: {row.note}", file=sys.stderr)
+                if not self._rates and row.rate:
+                    self._rates = [row.rate]
+
+    def _write(self, noise: Noise) -> None:
+        write_noise(self.out / "noise.csv", noise)
+        write_summary(self.out / "summary.csv", self.rows)
+        if self._measurer.sample_columns:
+            write_columns(self.out / f"samples{SAMPLES_SUFFIX}", self._measurer.sample_columns)
+        write_report(self.out, self.rows, noise, self._args.repository, self._method())
+
+    def _method(self) -> dict[str, str]:
         """What a reader must know to judge the figures or to repeat them."""
         args, trace = self._args, self._trace
         num_samples, first = trace.workload.num_samples, trace.first_measured
@@ -138,23 +161,25 @@ class Sweep:
                 f"chosen: {PROBE_SHARE:.0%} of what {NUM_CONNECTIONS} connections in a closed loop "
                 f"reached in {PROBE_S:g} s at the smallest cache of the first series"
             )
-        longest = max((row.num_planned * args.rows_per_request for row in rows), default=0)
+        longest = max((row.num_planned * args.rows_per_request for row in self.rows), default=0)
         wraps = (
             " This is more than it has; it starts again." if longest > num_samples - first else ""
         )
         profile = f"zipf, exponent {args.zipf_exponent:g}" if args.profile == "zipf" else "ads"
+        interrupted = {"interrupted": "before all points were measured"}
         return {
             "command": shlex.join(sys.argv),
-            "tables": f"{len(trace.table_rows)} tables, {sum(trace.table_rows)} rows, "
-            f"{trace.table_bytes} bytes",
+            **({} if self._is_complete else interrupted),
+            "tables": f"{len(trace.table_rows)} tables, {sum(trace.table_rows):,} rows, "
+            f"{format_bytes(trace.table_bytes)}",
             "rate": ", ".join(f"{rate:g}" for rate in self._rates) + f" requests/s ({how})",
             "request": f"{args.rows_per_request} rows, {args.wire_format} tensors",
             "load": f"open loop, {args.arrivals} arrivals planned for {args.duration:g} s with "
             f"seed {args.seed}, after a lead-in of {LEAD_IN_S:g} s that is not in the figures; the "
             "same arrivals and keys at every size",
-            "trace": f"{profile}, {num_samples} samples = "
-            f"{num_samples * len(trace.table_rows)} accesses. A run replays only a part of it, "
-            f"up to {longest} samples from sample {first} on.{wraps}",
+            "trace": f"{profile}, {num_samples:,} samples = "
+            f"{num_samples * len(trace.table_rows):,} accesses. A run replays only a part of it, "
+            f"up to {longest:,} samples from sample {first:,} on.{wraps}",
             "warm-up": "of the trace before that part, the distinct rows that were asked for last "
             "are looked up, as many as fit the device tier, which is what a replay of the whole "
             f"leaves in an LRU cache; then rounds of {ROUND_SAMPLES} samples are replayed in a "
@@ -178,10 +203,6 @@ def _read_trace(args: Namespace) -> Trace:
         table_rows, profile=args.profile, zipf_exponent=args.zipf_exponent, seed=args.seed
     )
     return Trace([table.name for table in tables], table_rows, tables[0].slot_bytes, workload)
-
-
-def _show_stage(bar: Any, label: str, stage: str) -> None:
-    bar.set_description(f"{label}: {stage}")
 
 
 def _positive_number(text: str) -> float:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+MODEL = "dlrm"  # the demo model, which the samples are for
 NUM_DENSE = 13
 DEFAULT_NUM_ACCESSES = 10_000_000
 

@@ -74,6 +74,13 @@ def _listed(folder: Path, label: str) -> list[str]:
         raise ModelLoadError(f"{label}: {error.strerror}") from error
 
 
+def _is_folder(path: Path, label: str) -> bool:
+    try:
+        return path.is_dir()
+    except OSError as error:  # such as that of a folder above it that may not be searched
+        raise ModelLoadError(f"{label}: {error.strerror}") from error
+
+
 class FolderLayout:
     """`<root>/models/<name>/<version>/model.onnx`, or without `models/` as Triton has it.
 
@@ -92,13 +99,13 @@ class FolderLayout:
         """See `Layout.versions`."""
         folder = self._folder(name)
         paths = [folder / entry for entry in _listed(folder, name) if _is_version(entry)]
-        versions = [path.name for path in paths if path.is_dir() and self._is_inside(path)]
+        versions = [path.name for path in paths if _is_folder(path, name) and self._is_inside(path)]
         return sorted(versions, key=int)
 
     def config_file(self, name: str) -> ModelFile | None:
         """See `Layout.config_file`."""
         folder = self._folder(name)
-        if (folder / TRITON_CONFIG_FILE).exists():
+        if os.path.exists(folder / TRITON_CONFIG_FILE):
             logger.warning(
                 "model %s: %s is ignored; settings are read from %s only",
                 name,
@@ -116,7 +123,7 @@ class FolderLayout:
 
     def _models_folder(self) -> Path:
         ours = self._root / "models"
-        return ours if ours.is_dir() else self._root
+        return ours if _is_folder(ours, str(ours)) else self._root
 
     def _folder(self, name: str) -> Path:
         if not _is_legal(name) or not self._is_model(name):
@@ -124,18 +131,21 @@ class FolderLayout:
         return self._models_folder() / name
 
     def _is_model(self, name: str) -> bool:
-        """In our layout every folder is a model, in Triton's one with versions or a config."""
+        """In our layout every folder is a model, in Triton's one with versions or a config.
+
+        The second rule holds for the `lost+found` of a volume, which is often not ours to read.
+        """
         models = self._models_folder()
         folder = models / name
-        if not _is_legal(name) or not self._is_inside(folder) or not folder.is_dir():
+        if not _is_legal(name) or not self._is_inside(folder) or not _is_folder(folder, name):
             return False
-        if models != self._root:
+        if models != self._root and name != "lost+found":
             return True
         if name == "tables":
             return False
         try:
             content = os.listdir(folder)
-        except OSError:  # such as the `lost+found` of a volume
+        except OSError:
             return False
         return bool({CONFIG_FILE, TRITON_CONFIG_FILE}.intersection(content)) or any(
             map(_is_version, content)

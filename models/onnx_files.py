@@ -23,7 +23,7 @@ def model_files(path: Path, label: str) -> list[Path]:
 
 
 def _read(path: Path, label: str) -> onnx.ModelProto:
-    if path.is_dir():
+    if os.path.isdir(path):
         raise ModelLoadError(f"{label}: is a folder, expected an ONNX file")
     try:
         content = path.read_bytes()

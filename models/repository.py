@@ -21,8 +21,6 @@ from models.tensor_spec import TensorSpec
 if TYPE_CHECKING:
     from cache import Device, Table
 
-__all__ = ["FeatureInput", "LoadedModel", "ModelRepository"]
-
 
 @dataclass(eq=False)
 class LoadedModel:

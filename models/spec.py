@@ -33,7 +33,7 @@ Datatype = Literal[
     "BYTES",
 ]
 Name = Annotated[str, Field(min_length=1)]
-Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Milliseconds = Annotated[float, Field(ge=0, le=86_400_000, allow_inf_nan=False)]  # up to a day
 
 
 class _Fields(BaseModel):

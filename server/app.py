@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from cache.errors import CacheError
 from models.errors import ModelError
 from server.errors import (
+    ClientDisconnectedError,
     InvalidRequestError,
     MethodNotAllowedError,
     NotFoundError,
@@ -20,7 +21,6 @@ from server.errors import (
     as_server_error,
 )
 from server.http_body import (
-    ClientDisconnectedError,
     Message,
     Receive,
     Scope,
@@ -41,7 +41,7 @@ class App:
     """
 
     def __init__(self, services: Services) -> None:
-        self._infer = InferRoute(services.manager, services.max_body_bytes)
+        self._infer = InferRoute(services.manager, services.bodies)
         self._api = create_api(services)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,7 +77,7 @@ class App:
         except Exception as error:
             if is_started:
                 raise
-            await send_error(send, as_server_error(error))
+            await send_error(send, as_server_error(error, _undecoded(scope["raw_path"])))
 
 
 def _undecoded(raw_path: bytes) -> str:
@@ -94,7 +94,7 @@ def create_api(services: Services) -> FastAPI:
         redirect_slashes=False,
         separate_input_output_schemas=False,
     )
-    api.state.max_body_bytes = services.max_body_bytes
+    api.state.bodies = services.bodies
     api.include_router(create_router(services))
     for kind in (ServerError, ModelError, CacheError):
         api.add_exception_handler(kind, _answer_error)
@@ -111,7 +111,7 @@ def _answer(error: ServerError) -> Response:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    return _answer(as_server_error(error))
+    return _answer(as_server_error(error, request.url.path))
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
@@ -124,7 +124,7 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
         )
     if error.status_code == 404:
         return _answer(NotFoundError(f"no such path: {path}"))
-    return _answer(as_server_error(error))
+    return _answer(as_server_error(error, path))
 
 
 async def _answer_validation_error(request: Request, error: Exception) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from cache import Device, FeatureCache
 from server.model_manager import IndexEntry
@@ -29,6 +30,43 @@ def banner(
         for number, value in enumerate(values):
             lines.append(f"  {name if number == 0 else '':8}{value}")
     return "\n".join(lines)
+
+
+def serving_fields(
+    settings: Settings,
+    device: Device,
+    features: FeatureCache,
+    models: Iterable[IndexEntry],
+    url: str,
+) -> dict[str, Any]:
+    """What the banner says, as the fields of a log line."""
+    return {
+        "device": device.name,
+        "budgets": {
+            "device": {
+                "max_bytes": settings.device_memory,
+                "reserve": settings.reserve,
+                "max_table_bytes": settings.table_memory,
+                "used_bytes": device.budget.used_bytes,
+            },
+            "host": {
+                "max_bytes": settings.host_memory,
+                "used_bytes": device.host_budget.used_bytes,
+            },
+        },
+        "models": {f"{entry.name}:{entry.version}": entry.state for entry in models},
+        "tables": [
+            {
+                "names": slab.tables,
+                "num_rows": sum(features.tables[name].num_rows for name in slab.tables),
+                "device_slots": slab.device_slots,
+                "host_slots": slab.host_slots,
+                "host_tier": slab.mode,
+            }
+            for slab in features.stats().slabs
+        ],
+        "url": url,
+    }
 
 
 def _budgets(settings: Settings, device: Device) -> list[str]:

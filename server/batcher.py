@@ -352,7 +352,7 @@ class Batcher:
             result = self._engine.run([pending.request for pending in batch])
         except Exception as error:
             if len(batch) == 1:
-                self._post([(batch[0], as_server_error(error))])
+                self._post([(batch[0], as_server_error(error, f"model {self._name!r}"))])
                 return
         else:
             num_rows = sum(pending.num_rows for pending in batch)

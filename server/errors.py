@@ -92,8 +92,16 @@ class RequestTimeoutError(UnavailableError):
     """The request's time-out passed while it was queued; it was not executed."""
 
 
+class LoadingError(UnavailableError):
+    """The model is not loaded yet, but will be."""
+
+
 class ShuttingDownError(UnavailableError):
     """The server is draining and takes no new requests."""
+
+
+class ClientDisconnectedError(Exception):
+    """The client went away before its answer was there; there is nobody to answer."""
 
 
 _FOREIGN_ERRORS: tuple[tuple[type[Exception], type[ServerError]], ...] = (
@@ -104,17 +112,29 @@ _FOREIGN_ERRORS: tuple[tuple[type[Exception], type[ServerError]], ...] = (
     (models.errors.BackendError, InferenceError),
     (cache.errors.UnknownTableError, NotFoundError),
     (cache.errors.AbsentKeyError, InvalidRequestError),
-    (cache.errors.OutOfMemoryError, UnavailableError),
     (cache.errors.SourceError, InferenceError),
 )
 
 
-def as_server_error(error: Exception) -> ServerError:
-    """The error as the client sees it; what is not known here is logged with its traceback."""
+def as_server_error(error: Exception, where: str) -> ServerError:
+    """The error as the client sees it, with the foreign one as its cause.
+
+    A foreign error that is the server's fault is logged with `where`, the model or the path; one
+    that is not known here with its traceback too.
+    """
     if isinstance(error, ServerError):
         return error
+    server_error = _mapped(error)
+    server_error.__cause__ = error
+    if isinstance(server_error, InternalError):
+        logger.error("%s: unexpected error", where, exc_info=error)
+    elif server_error.status >= 500:
+        logger.warning("%s: %s", where, error)
+    return server_error
+
+
+def _mapped(error: Exception) -> ServerError:
     for foreign, own in _FOREIGN_ERRORS:
         if isinstance(error, foreign):
             return own(str(error))
-    logger.error("unexpected error", exc_info=error)
     return InternalError()

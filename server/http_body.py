@@ -11,9 +11,11 @@ from typing import Any
 import orjson
 
 from server.errors import (
+    ClientDisconnectedError,
     InvalidRequestError,
     PayloadTooLargeError,
     ServerError,
+    ShuttingDownError,
     UnsupportedEncodingError,
 )
 
@@ -25,10 +27,6 @@ Send = Callable[[Message], Awaitable[None]]
 # zlib's window bits: 31 expects a gzip header, 15 a zlib header.
 _ENCODING_TO_WINDOW_BITS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 _JOIN_BELOW_BYTES = 64 * 1024
-
-
-class ClientDisconnectedError(Exception):
-    """The client went away before its request was complete; there is nobody to answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +82,46 @@ def _header_length(values: list[bytes]) -> int | None:
     return int(text)
 
 
-async def read_body(headers: BodyHeaders, receive: Receive, max_bytes: int) -> bytes:
-    """The whole body, decompressed.
+class BodyReader:
+    """Reads request bodies until it is stopped, so that no client holds up the server's end."""
 
-    Never holds more than about `max_bytes` of it, nor of its compressed form. Raises
-    PayloadTooLargeError, InvalidRequestError and ClientDisconnectedError.
-    """
-    if headers.content_length is not None and headers.content_length > max_bytes:
-        raise _too_large(max_bytes)
-    body = await _receive_all(receive, max_bytes)
-    if headers.window_bits is None:
-        return body
-    return await asyncio.to_thread(_decompress, body, headers.window_bits, max_bytes)
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._is_stopped = False
+        self._reads: set[asyncio.Timeout] = set()
+
+    async def read(self, headers: BodyHeaders, receive: Receive) -> bytes:
+        """The whole body, decompressed.
+
+        Never holds more than about `max_bytes` of it, nor of its compressed form. Raises
+        PayloadTooLargeError, InvalidRequestError, ClientDisconnectedError and ShuttingDownError.
+        """
+        max_bytes = self._max_bytes
+        if headers.content_length is not None and headers.content_length > max_bytes:
+            raise _too_large(max_bytes)
+        body = await self._receive_until_stopped(receive)
+        if headers.window_bits is None:
+            return body
+        return await asyncio.to_thread(_decompress, body, headers.window_bits, max_bytes)
+
+    def stop(self) -> None:
+        """Ends the reads under way, and refuses new ones, with ShuttingDownError."""
+        self._is_stopped = True
+        now_s = asyncio.get_running_loop().time()
+        for read in self._reads:
+            read.reschedule(now_s)
+
+    async def _receive_until_stopped(self, receive: Receive) -> bytes:
+        if self._is_stopped:
+            raise ShuttingDownError("the server is shutting down")
+        try:
+            async with asyncio.timeout(None) as read:
+                self._reads.add(read)
+                return await _receive_all(receive, self._max_bytes)
+        except TimeoutError:
+            raise ShuttingDownError("the server stopped before it had the whole request") from None
+        finally:
+            self._reads.discard(read)
 
 
 async def _receive_all(receive: Receive, max_bytes: int) -> bytes:
@@ -115,25 +141,19 @@ async def _receive_all(receive: Receive, max_bytes: int) -> bytes:
 
 
 def _decompress(body: bytes, window_bits: int, max_bytes: int) -> bytes:
-    """The content of one or more compressed streams, cut off when it is over the limit."""
-    parts: list[bytes] = []
-    num_bytes = 0
-    while body or not parts:
-        stream = zlib.decompressobj(window_bits)
-        try:
-            part = stream.decompress(body, max_bytes - num_bytes + 1)
-        except zlib.error as error:
-            raise InvalidRequestError(
-                f"the body is not what Content-Encoding says: {error}"
-            ) from error
-        num_bytes += len(part)
-        if num_bytes > max_bytes:
-            raise _too_large(max_bytes)
-        if not stream.eof:
-            raise InvalidRequestError("the compressed body ends too early")
-        parts.append(part)
-        body = stream.unused_data
-    return b"".join(parts)
+    """The content of one compressed stream, cut off when it is over the limit."""
+    stream = zlib.decompressobj(window_bits)
+    try:
+        content = stream.decompress(body, max_bytes + 1)
+    except zlib.error as error:
+        raise InvalidRequestError(f"the body is not what Content-Encoding says: {error}") from error
+    if len(content) > max_bytes:
+        raise _too_large(max_bytes)
+    if not stream.eof:
+        raise InvalidRequestError("the compressed body ends too early")
+    if stream.unused_data:
+        raise InvalidRequestError("the compressed body goes on after the end of its stream")
+    return content
 
 
 def _too_large(max_bytes: int) -> PayloadTooLargeError:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from server.errors import InvalidRequestError
 from server.http_body import error_body
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_CANCEL_S = 0.5
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -66,6 +68,16 @@ class HttpServer(uvicorn.Server):
         if self._draining is not None:
             os._exit(128 + number)
         self.stop()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Closes what is open; requests that are cancelled have a moment to answer."""
+        await super().shutdown(sockets)
+        if self.server_state.tasks:
+            await asyncio.wait(set(self.server_state.tasks), timeout=_CANCEL_S)
+
+    def is_idle(self) -> bool:
+        """Whether no request is under way."""
+        return not self.server_state.tasks
 
     async def _drain_and_exit(self) -> None:
         try:

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from urllib.parse import unquote_to_bytes
 
 from server.errors import (
+    ClientDisconnectedError,
     MethodNotAllowedError,
     NotFoundError,
     ShuttingDownError,
     as_server_error,
 )
 from server.http_body import (
-    ClientDisconnectedError,
+    BodyReader,
     Receive,
     Scope,
     Send,
-    read_body,
     read_headers,
     send_error,
     send_response,
 )
-from server.model_manager import ModelManager, ServedModel
-from server.oip import EncodedResponse, decode_request, encode_response
+from server.model_manager import ModelManager, failure_reason
+from server.oip_decode import decode_request
+from server.oip_encode import EncodedResponse, encode_response
+from server.statistics import ModelStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +65,9 @@ def infer_target(raw_path: bytes) -> InferTarget | None:
 class InferRoute:
     """Answers one infer request: decode, run, encode. A client that goes away cancels its run."""
 
-    def __init__(self, manager: ModelManager, max_body_bytes: int) -> None:
+    def __init__(self, manager: ModelManager, bodies: BodyReader) -> None:
         self._manager = manager
-        self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
 
     async def __call__(
         self, target: InferTarget, scope: Scope, receive: Receive, send: Send
@@ -71,8 +76,7 @@ class InferRoute:
         try:
             if scope["method"] != "POST":
                 raise MethodNotAllowedError("infer: expected the method POST", "POST")
-            with self._manager.lease(target.name, target.version) as served:
-                encoded = await self._infer(served, scope, receive)
+            encoded = await self._infer(target, scope, receive)
         except ClientDisconnectedError:
             return
         except asyncio.CancelledError:
@@ -80,70 +84,77 @@ class InferRoute:
             await send_error(send, error)
             return
         except Exception as error:
-            await send_error(send, as_server_error(error))
+            await send_error(send, as_server_error(error, f"model {target.name!r}"))
             return
         await _send_encoded(send, encoded)
 
-    async def _infer(self, served: ServedModel, scope: Scope, receive: Receive) -> EncodedResponse:
-        model = served.model
-        try:
-            headers = read_headers(scope["headers"])
-            body = await read_body(headers, receive, self._max_body_bytes)
-            request = decode_request(
-                body,
-                headers.header_length,
-                model.request_inputs,
-                model.outputs,
-                model.max_batch_size,
-            )
-        except ClientDisconnectedError:
-            served.statistics.record_failure("CANCELED")
-            raise
-        except Exception:
-            served.statistics.record_failure("OTHER")
-            raise
-        watcher = _DisconnectWatcher(receive)
-        try:
+    async def _infer(self, target: InferTarget, scope: Scope, receive: Receive) -> EncodedResponse:
+        found = await self._manager.find(target.name, target.version)
+        async with AsyncExitStack() as leased:
+            with _failures_counted(found.statistics):
+                headers = read_headers(scope["headers"])
+                body = await self._bodies.read(headers, receive)
+                # A slow client does not hold the model: it is leased when the body is there.
+                served = await leased.enter_async_context(
+                    self._manager.lease(target.name, target.version)
+                )
+                model = served.model
+                request = decode_request(
+                    body,
+                    headers.header_length,
+                    model.request_inputs,
+                    model.outputs,
+                    model.max_batch_size,
+                )
             return await served.infer(
                 request,
                 lambda response: encode_response(
                     model.name, model.version, request, response, model.outputs
                 ),
+                waiting=_DisconnectWatcher(receive),
             )
-        except asyncio.CancelledError:
-            if watcher.saw_disconnect():
-                raise ClientDisconnectedError from None
-            raise
-        finally:
-            watcher.stop()
+
+
+@contextmanager
+def _failures_counted(statistics: ModelStatistics) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        statistics.record_failure(failure_reason(error))
+        raise
 
 
 class _DisconnectWatcher:
-    """Cancels the current task when the client goes away."""
+    """While it is entered, a client that goes away ends the task with ClientDisconnectedError."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
+        self._has_left = False
+        self._awaiting: asyncio.Task[object]
+        self._watching: asyncio.Task[None]
+
+    def __enter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._awaiting = task
-        self._has_left = False
-        self._task = asyncio.create_task(self._watch())
+        self._watching = asyncio.create_task(self._watch())
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._watching.cancel()
+        if self._has_left and isinstance(error, asyncio.CancelledError):
+            self._awaiting.uncancel()
+            raise ClientDisconnectedError from None
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self._has_left = True
         self._awaiting.cancel()
-
-    def saw_disconnect(self) -> bool:
-        """Whether it was the client that ended the wait; takes the cancellation back."""
-        if self._has_left:
-            self._awaiting.uncancel()
-        return self._has_left
-
-    def stop(self) -> None:
-        """Ends the watch."""
-        self._task.cancel()
 
 
 async def _send_encoded(send: Send, encoded: EncodedResponse) -> None:

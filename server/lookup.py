@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import orjson
@@ -12,30 +13,45 @@ from cache import FeatureCache, Lookup, LookupResult, Table
 from cache.errors import UnknownTableError
 from models.tensor_spec import TensorSpec
 from server.errors import InvalidRequestError
-from server.oip import (
-    EncodedResponse,
-    array_from_json,
-    decode_request,
-    encode_response,
-    parse_object,
-)
+from server.oip_data import array_from_json
+from server.oip_decode import decode_request, parse_object
+from server.oip_encode import EncodedResponse, encode_response
 from server.requests import InferenceRequest, InferenceResponse
 
 KEYS = TensorSpec("keys", "INT64", (-1,))
 
 
-@dataclass(frozen=True, slots=True)
 class TableLookup:
-    """Looks up rows of one table for a client; may be used by any thread."""
+    """Looks up rows of one table for a client.
 
-    features: FeatureCache
-    max_answer_bytes: int
+    It has threads of its own, so that tables on a slow disk hold up nothing but lookups.
+    """
 
-    def answer(self, name: str, body: bytes, header_length: int | None) -> EncodedResponse:
-        """The answer to a lookup in the protocol's form or the short form; blocks.
+    def __init__(self, features: FeatureCache, max_answer_bytes: int, num_threads: int) -> None:
+        self.features = features
+        self._max_answer_bytes = max_answer_bytes
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="lookup")
+        self._unfinished: set[Future[EncodedResponse]] = set()
+
+    async def answer(self, name: str, body: bytes, header_length: int | None) -> EncodedResponse:
+        """The answer to a lookup in the protocol's form or the short form.
 
         Raises UnknownTableError, InvalidRequestError, AbsentKeyError and SourceError.
         """
+        future = self._threads.submit(self._answer, name, body, header_length)
+        self._unfinished.add(future)
+        future.add_done_callback(self._unfinished.discard)
+        return await asyncio.wrap_future(future)
+
+    def stop(self) -> bool:
+        """Takes no more lookups, and drops those that have not begun.
+
+        Returns False when one still runs: its thread keeps the process alive until it is done.
+        """
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        return not self._unfinished
+
+    def _answer(self, name: str, body: bytes, header_length: int | None) -> EncodedResponse:
         table = self.table(name)
         if header_length is None:
             message = parse_object(body, "the request")
@@ -73,10 +89,10 @@ class TableLookup:
         self, table: Table, keys: NDArray[np.generic]
     ) -> tuple[NDArray[np.float32], LookupResult]:
         num_bytes = keys.size * table.row_bytes
-        if num_bytes > self.max_answer_bytes:
+        if num_bytes > self._max_answer_bytes:
             raise InvalidRequestError(
-                f"input 'keys': expected at most {self.max_answer_bytes // table.row_bytes} keys "
-                f"(their rows may take {self.max_answer_bytes} bytes, max_body_bytes), "
+                f"input 'keys': expected at most {self._max_answer_bytes // table.row_bytes} keys "
+                f"(their rows may take {self._max_answer_bytes} bytes, max_body_bytes), "
                 f"got {keys.size}"
             )
         rows = np.empty((keys.size, table.dim), np.float32)

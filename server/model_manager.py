@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
-from cache.errors import CacheError
 from models.errors import ModelError, ModelLoadError, ModelNotFoundError, ModelNotReadyError
 from models.repository import LoadedModel
 from server.batcher import Batcher, BatchQueue
 from server.engine import Engine, FrameSource
 from server.errors import (
+    ClientDisconnectedError,
     InferenceError,
     InternalError,
+    LoadingError,
     RequestTimeoutError,
     ShuttingDownError,
     UnavailableError,
@@ -60,11 +61,12 @@ class IndexEntry:
 
 def failure_reason(error: BaseException) -> FailureReason:
     """The reason under which a request that ended with `error` is counted."""
-    if isinstance(error, asyncio.CancelledError):
+    if isinstance(error, ClientDisconnectedError):
         return "CANCELED"
     if isinstance(error, RequestTimeoutError):
         return "TIMEOUT"
-    if isinstance(error, UnavailableError):
+    # The server cancels what it cannot finish; a model may be unloaded while a body is read.
+    if isinstance(error, UnavailableError | ModelNotReadyError | asyncio.CancelledError):
         return "REJECTED"
     return "BACKEND" if isinstance(error, InferenceError | InternalError) else "OTHER"
 
@@ -119,20 +121,25 @@ class ServedModel:
             self._unleased.set()
 
     async def infer(
-        self, request: InferenceRequest, encode: Callable[[InferenceResponse], Encoded]
+        self,
+        request: InferenceRequest,
+        encode: Callable[[InferenceResponse], Encoded],
+        waiting: AbstractContextManager[object] = nullcontext(),  # noqa: B008
     ) -> Encoded:
         """Runs one request, encodes its response, and counts it.
 
         `encode` runs on the event loop and is timed; a request counts as a success only when it has
         returned. Whatever is raised, here or by `encode`, is counted as one failure, so the caller
-        counts only requests that it could not decode (`statistics.record_failure("OTHER")`).
-        Cancelling the awaiting task takes a queued request out of the queue.
+        counts only requests that it could not decode.
+        Cancelling the awaiting task takes a queued request out of the queue. `waiting` is entered
+        while the request waits for its answer, and may say why it was cancelled.
         Raises QueueFullError, RequestTimeoutError, ShuttingDownError, InvalidRequestError,
         InferenceError, and what `encode` raises.
         """
         started_s = self._clock()
         try:
-            answer = await self.batcher.submit(request)
+            with waiting:
+                answer = await self.batcher.submit(request)
             computed_s = self._clock()
             encoded = encode(answer.response)
         except BaseException as error:
@@ -197,15 +204,15 @@ class ModelManager:
                 await self.load(name)
             except ShuttingDownError:
                 return
-            except (ModelError, CacheError) as error:
+            except ModelError as error:
                 logger.error("model %r is not served: %s", name, error)
         self._is_started = True
 
     async def stop(self, grace_s: float) -> bool:
         """Refuses new requests at once and lets accepted ones finish for `grace_s`.
 
-        What is left is answered ShuttingDownError. Returns False when a backend still runs: its
-        thread ends with that run and keeps the process alive until then.
+        What is left is answered ShuttingDownError. Returns False when a backend still runs, or a
+        model is still loading: its thread keeps the process alive until it is done.
         """
         self._is_stopping = True
         for versions in self._name_to_versions.values():
@@ -218,7 +225,8 @@ class ModelManager:
         for task in late:
             task.cancel()
         late_models = [served for served, task in closing.items() if task in late]
-        return all([await served.close(grace_s=0) for served in late_models])
+        is_closed = all([await served.close(grace_s=0) for served in late_models])
+        return is_closed and late.issubset(closing.values())
 
     def is_ready(self) -> bool:
         """True from the end of `start` until `stop` is called."""
@@ -228,7 +236,7 @@ class ModelManager:
         """Loads or reloads a model; requests are served by the old one until the new one is there.
 
         A failed reload leaves the old one as it is. Raises ModelNotFoundError, ModelLoadError,
-        cache.errors.OutOfMemoryError, ShuttingDownError.
+        ShuttingDownError.
         """
         await self._serialised(name, self._load)
 
@@ -242,26 +250,28 @@ class ModelManager:
     def get(self, name: str, version: str | None = None) -> ServedModel:
         """The served model, by default its highest version, for its metadata and counters.
 
-        A request takes a `lease` instead. Raises ModelNotFoundError, ModelNotReadyError; may read
-        the disk, to tell the two apart, for a model that is not loaded.
+        Raises ModelNotFoundError, ModelNotReadyError, LoadingError, ShuttingDownError; reads the
+        disk, to tell them apart, for a model that is not served.
         """
-        versions = self._name_to_versions.get(name)
-        if not versions:
+        served = self._served_version(name, version)
+        if served is None:
             raise self._not_served(name, version)
-        found = versions.get(max(versions, key=_version_order) if version is None else version)
-        if found is None:
-            raise self._not_served(name, version)
-        return found
+        return served
 
-    @contextmanager
-    def lease(self, name: str, version: str | None = None) -> Iterator[ServedModel]:
+    async def find(self, name: str, version: str | None = None) -> ServedModel:
+        """What `get` does, without blocking the event loop."""
+        served = self._served_version(name, version)
+        if served is None:
+            raise await asyncio.to_thread(self._not_served, name, version)
+        return served
+
+    @asynccontextmanager
+    async def lease(self, name: str, version: str | None = None) -> AsyncIterator[ServedModel]:
         """The served model, kept open while a request is decoded, awaited and encoded.
 
-        Raises what `get` raises, and ShuttingDownError once `stop` was called.
+        Raises what `get` raises.
         """
-        if self._is_stopping:
-            raise ShuttingDownError("the server is shutting down")
-        served = self.get(name, version)
+        served = await self.find(name, version)  # does not wait when there is one
         served.acquire()
         try:
             yield served
@@ -291,29 +301,49 @@ class ModelManager:
         reason = self._name_to_reason.get(name, "")
         if version in served:
             return IndexEntry(name, version, "READY", reason)
-        if name in self._loading:
+        if self._is_loading(name):
             return IndexEntry(name, version, "LOADING", reason)
         unserved = "not served by the version policy" if served else "not loaded"
         return IndexEntry(name, version, "UNAVAILABLE", reason or unserved)
 
-    def _not_served(self, name: str, version: str | None) -> ModelError:
+    def _served_version(self, name: str, version: str | None) -> ServedModel | None:
+        versions = self._name_to_versions.get(name)
+        if not versions:
+            return None
+        return versions.get(max(versions, key=_version_order) if version is None else version)
+
+    def _is_loading(self, name: str) -> bool:
+        """Whether a model, if there is one, is loading, or waits for its turn at the start."""
+        was_tried = name in self._name_to_versions or name in self._name_to_reason
+        return name in self._loading or not (self._is_started or was_tried)
+
+    def _not_served(self, name: str, version: str | None) -> ModelError | UnavailableError:
+        if self._is_stopping:
+            return ShuttingDownError("the server is shutting down")
         is_loaded = name in self._name_to_versions
-        if not is_loaded and name in self._name_to_reason:
-            return ModelNotReadyError(f"model {name!r} is not ready: {self._name_to_reason[name]}")
+        is_loading = self._is_loading(name)
+        reason = self._name_to_reason.get(name)
+        if not is_loaded and not is_loading and reason is not None:
+            return ModelNotReadyError(f"model {name!r} is not ready: {reason}")
         on_disk = self._versions_on_disk(name)
         if not is_loaded and on_disk is None:
             return ModelNotFoundError(f"unknown model {name!r}")
+        if version is not None and version not in (on_disk or []):
+            return ModelNotFoundError(f"model {name!r} has no version {version!r}")
+        if is_loading:
+            return LoadingError(f"model {name!r} is still loading")
         if version is None:
             return ModelNotReadyError(f"model {name!r} is not loaded")
-        if on_disk is not None and version in on_disk:
-            return ModelNotReadyError(f"version {version!r} of model {name!r} is not loaded")
-        return ModelNotFoundError(f"model {name!r} has no version {version!r}")
+        return ModelNotReadyError(f"version {version!r} of model {name!r} is not loaded")
 
     def _versions_on_disk(self, name: str) -> list[str] | None:
+        """None for an unknown model; none where the disk does not tell."""
         try:
             return self._repository.versions(name)
         except ModelNotFoundError:
             return None
+        except ModelError:
+            return []
 
     async def _serialised(self, name: str, change: Callable[[str], Awaitable[None]]) -> None:
         task = asyncio.create_task(self._locked(name, change))
@@ -330,7 +360,7 @@ class ModelManager:
         self._loading.add(name)
         try:
             models = await asyncio.to_thread(self._open, name)
-        except (ModelError, CacheError) as error:
+        except ModelError as error:
             if name in self._name_to_versions or not isinstance(error, ModelNotFoundError):
                 self._name_to_reason[name] = str(error)
             raise
@@ -346,7 +376,7 @@ class ModelManager:
     def _open(self, name: str) -> list[LoadedModel]:
         try:
             return self._repository.open(name)
-        except (ModelError, CacheError):
+        except ModelError:
             raise
         except Exception as error:
             logger.exception("loading model %r failed", name)

@@ -43,7 +43,8 @@ _INFER_FAILURES = {
     413: "The body is larger than max_body_bytes.",
     415: "The Content-Encoding is not known.",
     500: "The model failed.",
-    503: "The queue is full, the request waited too long, or the server is shutting down.",
+    503: "The queue is full, the request waited too long, the model is still loading, or the "
+    "server is shutting down.",
 }
 
 

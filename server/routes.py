@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -12,12 +11,13 @@ from pydantic import BaseModel
 
 from server import schemas
 from server.errors import InvalidRequestError, UnavailableError
-from server.http_body import read_body, read_headers
+from server.http_body import BodyReader, read_headers
 from server.infer_route import decode_name
 from server.lookup import TableLookup
 from server.metrics import CONTENT_TYPE, Metrics
 from server.model_manager import ModelManager, ServedModel
-from server.oip import EncodedResponse, optional_object, parse_object
+from server.oip_decode import optional_object, parse_object
+from server.oip_encode import EncodedResponse
 
 EXTENSIONS = [
     "binary_tensor_data",
@@ -38,7 +38,7 @@ class Services:
     manager: ModelManager
     lookup: TableLookup
     metrics: Metrics
-    max_body_bytes: int
+    bodies: BodyReader
     version: str
 
 
@@ -55,7 +55,8 @@ def model_version(version: str) -> str:
 async def read_json(request: Request) -> dict[str, Any]:
     """The JSON object in the body, empty where there is no body."""
     headers = read_headers(request.headers.raw)
-    body = await read_body(headers, request.receive, request.app.state.max_body_bytes)
+    bodies: BodyReader = request.app.state.bodies
+    body = await bodies.read(headers, request.receive)
     return parse_object(body, "the request") if body.strip() else {}
 
 
@@ -127,7 +128,7 @@ def _model_routes(services: Services) -> APIRouter:
         """Counters of every served model version."""
         return _statistics(manager.served())
 
-    @router.get("/{name}", response_model=schemas.ModelMetadata, responses=failures(400, 404))
+    @router.get("/{name}", response_model=schemas.ModelMetadata, responses=failures(400, 404, 503))
     def model_metadata(name: Name) -> dict[str, Any]:
         """Inputs and outputs of the model's highest version."""
         return _metadata(manager, manager.get(name))
@@ -135,33 +136,35 @@ def _model_routes(services: Services) -> APIRouter:
     @router.get(
         "/{name}/versions/{version}",
         response_model=schemas.ModelMetadata,
-        responses=failures(400, 404),
+        responses=failures(400, 404, 503),
     )
     def version_metadata(name: Name, version: Version) -> dict[str, Any]:
         """Inputs and outputs of one version."""
         return _metadata(manager, manager.get(name, version))
 
-    @router.get("/{name}/ready", responses=failures(400, 404))
+    @router.get("/{name}/ready", responses=failures(400, 404, 503))
     def model_ready(name: Name) -> schemas.ModelReady:
         """The model is loaded."""
         return schemas.ModelReady(name=manager.get(name).model.name)
 
-    @router.get("/{name}/versions/{version}/ready", responses=failures(400, 404))
+    @router.get("/{name}/versions/{version}/ready", responses=failures(400, 404, 503))
     def version_ready(name: Name, version: Version) -> schemas.ModelReady:
         """The version is loaded."""
         return schemas.ModelReady(name=manager.get(name, version).model.name)
 
-    @router.get("/{name}/config", responses=failures(400, 404))
+    @router.get("/{name}/config", responses=failures(400, 404, 503))
     def model_config(name: Name) -> dict[str, Any]:
         """The model's configuration in Triton's shape."""
         return manager.get(name).model.triton_config()
 
-    @router.get("/{name}/versions/{version}/config", responses=failures(400, 404))
+    @router.get("/{name}/versions/{version}/config", responses=failures(400, 404, 503))
     def version_config(name: Name, version: Version) -> dict[str, Any]:
         """The version's configuration in Triton's shape."""
         return manager.get(name, version).model.triton_config()
 
-    @router.get("/{name}/stats", response_model=schemas.ModelStats, responses=failures(400, 404))
+    @router.get(
+        "/{name}/stats", response_model=schemas.ModelStats, responses=failures(400, 404, 503)
+    )
     def model_statistics(name: Name) -> dict[str, Any]:
         """Counters of every served version of the model."""
         manager.get(name)
@@ -170,7 +173,7 @@ def _model_routes(services: Services) -> APIRouter:
     @router.get(
         "/{name}/versions/{version}/stats",
         response_model=schemas.ModelStats,
-        responses=failures(400, 404),
+        responses=failures(400, 404, 503),
     )
     def version_statistics(name: Name, version: Version) -> dict[str, Any]:
         """Counters of one version."""
@@ -211,7 +214,7 @@ def _repository_routes(services: Services) -> APIRouter:
         "/index",
         response_model=list[schemas.RepositoryEntry],
         response_model_exclude_none=True,
-        responses=failures(400),
+        responses=failures(400, 503),
         openapi_extra=json_body(schemas.RepositoryIndexRequest, is_required=False),
     )
     def repository_index(body: Body) -> list[dict[str, Any]]:
@@ -249,7 +252,7 @@ def _repository_routes(services: Services) -> APIRouter:
     @router.post(
         "/models/{name}/unload",
         response_class=Response,
-        responses=failures(400, 404),
+        responses=failures(400, 404, 503),
         openapi_extra=json_body(schemas.RepositoryParameters, is_required=False),
     )
     async def unload_model(name: Name, body: Body) -> Response:
@@ -279,14 +282,14 @@ def _table_routes(services: Services) -> APIRouter:
     @router.post(
         "/{name}/lookup",
         response_class=Response,
-        responses=failures(400, 404, 413, 415, 500),
+        responses=failures(400, 404, 413, 415, 500, 503),
         openapi_extra={"x-hotshelf-body": "lookup"},
     )
     async def look_up(name: Name, request: Request) -> Response:
         """Rows by key, with the tier that each came from counted."""
         headers = read_headers(request.headers.raw)
-        body = await read_body(headers, request.receive, services.max_body_bytes)
-        encoded = await asyncio.to_thread(lookup.answer, name, body, headers.header_length)
+        body = await services.bodies.read(headers, request.receive)
+        encoded = await lookup.answer(name, body, headers.header_length)
         return _encoded_response(encoded)
 
     return router

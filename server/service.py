@@ -19,7 +19,8 @@ from cache.errors import CacheError
 from models.errors import ModelError
 from models.repository import ModelRepository
 from server.app import App
-from server.banner import banner
+from server.banner import banner, serving_fields
+from server.http_body import BodyReader
 from server.http_server import HttpProtocol, HttpServer
 from server.logs import configure_logging
 from server.lookup import TableLookup
@@ -111,6 +112,8 @@ class Service:
         self._device = device
         self._features = features
         self._manager = manager
+        self._bodies = BodyReader(settings.max_body_bytes)
+        self._lookup = TableLookup(features, settings.max_body_bytes, settings.pipeline_depth)
         self._server = HttpServer(_uvicorn_config(self._app()), self._drain)
         self._fault: str | None = None
         self._has_work_left = False
@@ -121,8 +124,8 @@ class Service:
         await self._server.serve(sockets=[listener])
         if self._fault is not None:
             raise StartError(self._fault)
-        if self._has_work_left:
-            # A thread that still runs a model, or loads one, would keep the process alive.
+        if not self._lookup.stop() or not self._server.is_idle() or self._has_work_left:
+            # A thread that still runs a model, loads one or reads would keep the process alive.
             logger.warning("work is left that did not end within the grace")
             logging.shutdown()
             os._exit(0)
@@ -130,13 +133,12 @@ class Service:
 
     def _app(self) -> App:
         budgets = {"device": self._device.budget, "host": self._device.host_budget}
-        max_body_bytes = self._settings.max_body_bytes
         return App(
             Services(
                 manager=self._manager,
-                lookup=TableLookup(self._features, max_body_bytes),
+                lookup=self._lookup,
                 metrics=Metrics(self._features, budgets),
-                max_body_bytes=max_body_bytes,
+                bodies=self._bodies,
                 version=_version(),
             )
         )
@@ -152,10 +154,10 @@ class Service:
             self._fault = "loading the models failed; the log has the details"
             self._server.stop()
             return
-        if self._settings.model_file is not None and not self._manager.served():
-            if self._settings.load == "all":
-                self._fault = entries[0].reason
-                self._server.stop()
+        is_single = self._settings.model_file is not None
+        if is_single and self._settings.load == "all" and not self._manager.served():
+            self._fault = entries[0].reason
+            self._server.stop()
             return
         self._announce(entries, url)
 
@@ -164,12 +166,11 @@ class Service:
         # tens of milliseconds, in the middle of some request.
         gc.collect()
         gc.freeze()
+        shown = (self._settings, self._device, self._features, entries, url)
         if self._settings.log_format == "json":
-            states = {f"{entry.name}:{entry.version}": entry.state for entry in entries}
-            logger.info("serving", extra={"url": url, "models": states})
+            logger.info("serving", extra=serving_fields(*shown))
         else:
-            text = banner(self._settings, self._device, self._features, entries, url)
-            print(text, flush=True)
+            print(banner(*shown), flush=True)
 
     async def _drain(self) -> float:
         grace_s = self._settings.shutdown_grace_s
@@ -177,6 +178,7 @@ class Service:
         logger.info("shutting down; accepted requests have %g s to finish", grace_s)
         is_loaded = self._loading.done()
         self._loading.cancel()
+        self._bodies.stop()
         is_finished = await self._manager.stop(grace_s)
         self._has_work_left = not (is_loaded and is_finished)
         return max(_LAST_WORDS_S, grace_s - (time.monotonic() - started_s))

@@ -14,7 +14,10 @@ import yaml
 
 ENVIRONMENT_PREFIX = "HOTSHELF_"
 
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(|b|kb|mb|gb|tb|kib|mib|gib|tib)", re.IGNORECASE)
+_SIZE = re.compile(
+    r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(|b|kb|mb|gb|tb|kib|mib|gib|tib)", re.IGNORECASE
+)
+_MAX_SIZE = 2**62
 _WHAT_TO_SERVE = frozenset({"model_file", "repository"})
 _UNIT_TO_BYTES = {
     "": 1, "b": 1,
@@ -44,7 +47,10 @@ def parse_size(text: str) -> int:
         raise ValueError(text)
     number, unit = match.groups()
     multiplier = _UNIT_TO_BYTES[unit.lower()]
-    return int(number) * multiplier if number.isdigit() else int(float(number) * multiplier)
+    size = int(number) * multiplier if number.isdigit() else int(float(number) * multiplier)
+    if size > _MAX_SIZE:
+        raise ValueError(text)
+    return size
 
 
 def format_size(num_bytes: int) -> str:

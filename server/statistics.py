@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any, Literal, get_args
 
 # Why a request failed, the `reason` label of `nv_inference_request_failure`:
-#   REJECTED  refused at once: the queue was full, or the model was closing
+#   REJECTED  the queue was full, or the model or the server was closing
 #   TIMEOUT   its time-out passed while it was queued
 #   CANCELED  the client went away
 #   BACKEND   the model, or reading its feature rows, failed
@@ -109,17 +109,10 @@ class StatisticsSnapshot:
     failed: Duration
     queue: Duration
     compute_input: Duration
-    lookup: Duration
     compute_infer: Duration
     compute_output: Duration
-    encode: Duration
     batch_sizes: Mapping[int, BatchSizeStatistics]
     histograms: Mapping[str, HistogramSnapshot]  # by the names in HISTOGRAMS
-
-    @property
-    def num_failed(self) -> int:
-        """Failed requests of every reason."""
-        return sum(self.reason_to_num_failed.values())
 
     def to_triton(self, name: str, version: str) -> dict[str, Any]:
         """One element of `model_stats` in Triton's shape."""
@@ -266,10 +259,8 @@ class ModelStatistics:
                 failed=Duration(sum(num_failed.values()), self._failed_s),
                 queue=histograms["queue"].duration(),
                 compute_input=compute.compute_input,
-                lookup=histograms["lookup"].duration(),
                 compute_infer=compute.compute_infer,
                 compute_output=compute.compute_output,
-                encode=histograms["encode"].duration(),
                 batch_sizes={n: e.snapshot() for n, e in self._rows_to_executions.items()},
                 histograms={name: h.snapshot() for name, h in histograms.items()},
             )

@@ -167,3 +167,5 @@ def test_a_row_file_that_became_short_fails_the_request_and_not_the_server(tmp_p
         assert answer.status_code == 500
         assert "row 600 of rows.bin: the file ends at byte 8000" in answer.json()["error"]
         assert look_up(client, [3, 400])["rows"] == rows_of([3, 400]).tolist()
+        assert "WARNING server.errors: /v2/tables/feat/lookup: " in server.log()
+        assert "Traceback" not in server.log()

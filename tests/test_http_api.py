@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import http.client
 import json
+import os
 import re
 import shutil
 import signal
@@ -208,6 +209,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model_zoo.feature_table(root)
     model_zoo.feature_table(root, "strict", absent="error")
     model_zoo.sum_features(root, "feat")
+    (root / "models" / "lost+found").mkdir()
     return root
 
 
@@ -559,7 +561,8 @@ JSON_BODY = json.dumps(x([[1, 2, 3, 4]])).encode()
         ("gzip", gzip.compress(JSON_BODY), 200),
         ("GZIP", gzip.compress(JSON_BODY), 200),
         ("deflate", zlib.compress(JSON_BODY), 200),
-        ("gzip", gzip.compress(JSON_BODY[:9]) + gzip.compress(JSON_BODY[9:]), 200),
+        ("gzip", gzip.compress(JSON_BODY[:9]) + gzip.compress(JSON_BODY[9:]), 400),
+        ("gzip", gzip.compress(b"") * 50_000, 400),
         ("identity", JSON_BODY, 200),
         ("gzip", gzip.compress(JSON_BODY)[:-9], 400),
         ("gzip", gzip.compress(JSON_BODY) + b"x", 400),
@@ -672,6 +675,7 @@ def test_unusual_names_are_decoded_once(server: RunningServer, name: str, increm
 
 def test_index_load_and_unload(server: RunningServer) -> None:
     index = call(server, "POST", "/v2/repository/index").json
+    assert "lost+found" not in {entry["name"] for entry in index}
     assert {"name": "add1", "version": "1", "state": "READY", "reason": ""} in index
     assert call(server, "POST", "/v2/repository/models/two_dims/unload").status == 200
     answer = infer(server, "two_dims", x([[1.0]]))
@@ -908,6 +912,27 @@ def test_a_client_that_leaves_in_the_middle_of_its_body(server: RunningServer) -
     wait_for(lambda: count(model_stats(server, "add1"), "fail") > count(before, "fail"))
 
 
+def begin_body(server: RunningServer, path: str) -> Begun:
+    """A POST of which the last bytes of the body are missing."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.putrequest("POST", path)
+    connection.putheader("Content-Length", str(len(JSON_BODY)))
+    connection.endheaders(JSON_BODY[:-1])
+    return Begun(connection)
+
+
+def test_a_client_that_stalls_in_its_body_does_not_hold_the_model(server: RunningServer) -> None:
+    charge = "hotshelf_budget_charge_bytes"
+    labels = frozenset({"budget": "device", "owner": "model:unbatched:1"}.items())
+    assert (charge, labels) in samples(server)
+    stalled = begin_body(server, "/v2/models/unbatched/infer")
+    assert call(server, "POST", "/v2/repository/models/unbatched/unload").status == 200
+    wait_for(lambda: (charge, labels) not in samples(server))
+    stalled.connection.send(JSON_BODY[-1:])
+    assert stalled.answer().status == 400
+    assert call(server, "POST", "/v2/repository/models/unbatched/load").status == 200
+
+
 # ---- the description
 
 
@@ -1013,6 +1038,79 @@ def test_a_second_signal_ends_it_at_once(repository: Path) -> None:
         running.close()
 
 
+def test_clients_that_stall_in_their_body_do_not_delay_the_end(repository: Path) -> None:
+    with running_server(repository, "--shutdown-grace-s", "60") as server:
+        paths = ("models/add1/infer", "tables/feat/lookup", "repository/index")
+        stalled = [begin_body(server, f"/v2/{path}") for path in paths]
+        assert infer(server, "add1", x([[1, 2, 3, 4]])).status == 200
+        started_s = time.monotonic()
+        server.terminate()
+        for begun in stalled:
+            assert begun.answer().status == 503
+        assert server.wait() == 0
+        assert time.monotonic() - started_s < 5
+
+
+def stuck_model(root: Path) -> None:
+    """A model that never ends loading: its file is a pipe that nobody writes to."""
+    path = root / "models" / "stuck" / "1" / "model.onnx"
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+
+
+def test_a_model_that_is_still_loading_is_unavailable_and_does_not_delay_the_end(
+    tmp_path: Path,
+) -> None:
+    stuck_model(tmp_path)
+    arguments = ("--shutdown-grace-s", "0.2")
+    server = start_server(tmp_path, *arguments, log_file=tmp_path / "log")
+    try:
+        wait_for(lambda: is_live(server))
+        for method, path in (("POST", "stuck/infer"), ("GET", "stuck"), ("GET", "stuck/ready")):
+            body = JSON_BODY if method == "POST" else None
+            answer = call(server, method, f"/v2/models/{path}", body)
+            assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+            assert answer.error == "model 'stuck' is still loading"
+        assert infer(server, "none", JSON_BODY).status == 404
+        (entry,) = call(server, "POST", "/v2/repository/index").json
+        assert entry["state"] == "LOADING"
+        server.terminate()
+        assert server.wait(10) == 0
+    finally:
+        server.process.kill()
+
+
+def is_live(server: RunningServer) -> bool:
+    try:
+        return call(server, "GET", "/v2/health/live").status == 200
+    except OSError:
+        return False
+
+
+def test_a_load_that_does_not_end_does_not_delay_the_end(tmp_path: Path) -> None:
+    stuck_model(tmp_path)
+    with running_server(tmp_path, "--load", "none", "--shutdown-grace-s", "0.2") as server:
+        loading = begin(server, "POST", "/v2/repository/models/stuck/load")
+        wait_for(lambda: "LOADING" in call(server, "POST", "/v2/repository/index").body.decode())
+        server.terminate()
+        assert loading.answer().status == 503
+        assert server.wait(10) == 0
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_that_may_not_be_read_does_not_stop_the_server(tmp_path: Path) -> None:
+    model_zoo.add1(tmp_path)
+    locked = model_zoo.add1(tmp_path, name="locked").parent.parent
+    locked.chmod(0)
+    with running_server(tmp_path) as server:
+        assert infer(server, "add1", x([[1, 2, 3, 4]])).status == 200
+        answer = infer(server, "locked", x([[1, 2, 3, 4]]))
+        assert (answer.status, "Permission denied" in answer.error) == (400, True)
+        index = call(server, "POST", "/v2/repository/index").json
+        assert [entry["state"] for entry in index] == ["READY", "UNAVAILABLE"]
+    locked.chmod(0o700)
+
+
 def start_and_fail(path: Path, log_file: Path, *arguments: str, **env: str) -> tuple[int, str]:
     """Exit code and output of a server that must not start."""
     server = start_server(path, *arguments, log_file=log_file, env=env)
@@ -1057,13 +1155,41 @@ def test_a_single_file_json_logs_and_the_environment(repository: Path) -> None:
         (serving,) = [line for line in lines if line["message"] == "serving"]
         assert serving["models"] == {"add1:1": "READY"}
         assert serving["url"] == server.url
+        assert serving["device"] == "cpu"
+        assert serving["budgets"]["device"]["max_bytes"] == 2**30
+        assert serving["budgets"]["device"]["used_bytes"] > 0
+        assert serving["tables"] == []
+
+
+def test_json_logs_tell_of_the_tables(repository: Path) -> None:
+    with running_server(repository, "--load", "none", "--log-format", "json") as server:
+        wait_for(lambda: "serving" in server.log())
+        (line,) = [line for line in server.log().splitlines() if '"serving"' in line]
+        (slab,) = json.loads(line)["tables"]
+        assert slab["names"] == ["feat", "strict"]
+        assert (slab["num_rows"], slab["host_tier"]) == (2000, "inclusive")
+
+
+def test_a_single_file_that_is_not_loaded_yet(repository: Path) -> None:
+    path = repository / "models" / "add1" / "1" / "model.onnx"
+    with running_server(path, "--load", "none") as server:
+        wait_for(lambda: "add1:1  UNAVAILABLE  (not loaded)" in server.log())
+        assert call(server, "POST", "/v2/repository/models/add1/load").status == 200
+        assert infer(server, "add1", x([[1, 2, 3, 4]])).status == 200
 
 
 def test_the_banner(repository: Path) -> None:
     with running_server(repository, "--load", "none", "--table-memory", "1MiB") as server:
         wait_for(lambda: "metrics:" in server.log())
         text = server.log()
-        for part in ("device  cpu", "tables up to 1MiB", "add1:1  UNAVAILABLE", "feat", server.url):
+        for part in (
+            "device  cpu",
+            "tables up to 1MiB",
+            "add1:1  UNAVAILABLE",
+            "feat",
+            server.url,
+            "host tier inclusive",
+        ):
             assert part in text
         assert infer(server, "add1", x([[1, 2, 3, 4]])).status == 400
         assert call(server, "POST", "/v2/repository/models/add1/load").status == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import threading
@@ -20,9 +21,11 @@ from models.repository import LoadedModel, ModelRepository
 from models.spec import ModelConfig
 from models.tensor_spec import TensorSpec
 from server.errors import (
+    ClientDisconnectedError,
     InferenceError,
     InternalError,
     InvalidRequestError,
+    LoadingError,
     QueueFullError,
     RequestTimeoutError,
     ShuttingDownError,
@@ -65,22 +68,35 @@ class FakeBackend:
 
 
 class FakeRepository:
-    """Models as a dict of name to {version: increment, or the error of loading it}."""
+    """Models as a dict of name to {version: increment, or the error of loading it}.
+
+    The versions of an `unreadable` model cannot be listed; `gate` holds every load until it is set.
+    """
 
     def __init__(self, **models: dict[str, float | Exception]) -> None:
         self.models = models
         self.backends: list[FakeBackend] = []
+        self.unreadable: set[str] = set()
+        self.opening = threading.Event()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.listing_threads: set[int] = set()
 
     def names(self) -> list[str]:
         return sorted(self.models)
 
     def versions(self, name: str) -> list[str]:
+        self.listing_threads.add(threading.get_ident())
+        if name in self.unreadable:
+            raise ModelLoadError(f"{name}: Permission denied")
         if name not in self.models:
             raise ModelNotFoundError(f"unknown model {name!r}")
         return sorted(self.models[name])
 
     def open(self, name: str) -> list[LoadedModel]:
         self.versions(name)
+        self.opening.set()
+        assert self.gate.wait(timeout=10)
         for increment in self.models[name].values():
             if isinstance(increment, Exception):
                 raise increment
@@ -112,7 +128,7 @@ class World:
     async def infer(self, name: str, value: float = 0.0, version: str | None = None) -> float:
         x = np.full((2, 4), value, np.float32)
         request = InferenceRequest({"x": x}, 2, (RequestedOutput("y", True),))
-        with self.manager.lease(name, version) as served:
+        async with self.manager.lease(name, version) as served:
             return await served.infer(request, first_value)
 
     async def occupy(self, name: str) -> asyncio.Task[float]:
@@ -204,6 +220,59 @@ def test_unknown_is_not_found_and_unloaded_is_not_ready() -> None:
     in_world(story, m={"1": 1.0})
 
 
+def test_a_folder_that_cannot_be_read_does_not_hide_the_others() -> None:
+    async def story() -> None:
+        repository = FakeRepository(good={"1": 1.0}, locked={"1": 1.0})
+        repository.unreadable.add("locked")
+        world = World(repository)
+        await world.manager.start()
+        assert world.manager.index() == [
+            IndexEntry("good", "1", "READY", ""),
+            IndexEntry("locked", "", "UNAVAILABLE", "locked: Permission denied"),
+        ]
+        with pytest.raises(ModelNotReadyError, match="Permission denied"):
+            world.manager.get("locked")
+        assert await world.manager.stop(grace_s=10)
+
+    asyncio.run(story())
+
+
+def test_a_model_that_is_still_loading_is_unavailable_for_now() -> None:
+    async def story() -> None:
+        world = World(FakeRepository(a={"1": 1.0}, b={"1": 2.0}))
+        manager = world.manager
+        world.repository.gate.clear()
+        starting = asyncio.create_task(manager.start())
+        assert await asyncio.to_thread(world.repository.opening.wait, timeout=10)
+        for name in ("a", "b"):
+            with pytest.raises(LoadingError, match=f"model '{name}' is still loading"):
+                await world.infer(name)
+        with pytest.raises(ModelNotFoundError, match="unknown model 'x'"):
+            await world.infer("x")
+        with pytest.raises(ModelNotFoundError, match="has no version '7'"):
+            await world.infer("a", version="7")
+        assert world.states() == [("a", "1", "LOADING"), ("b", "1", "LOADING")]
+        world.repository.gate.set()
+        await starting
+        assert await world.infer("b") == 2.0
+        assert await manager.stop(grace_s=10)
+
+    asyncio.run(story())
+
+
+def test_a_request_never_waits_for_the_disk_on_the_event_loop() -> None:
+    async def story(world: World) -> None:
+        world.repository.listing_threads.clear()
+        await world.manager.unload("m")
+        for name, version in (("m", None), ("n", "7"), ("x", None), ("n", None)):
+            with contextlib.suppress(ModelNotFoundError, ModelNotReadyError):
+                await world.infer(name, version=version)
+        assert world.repository.listing_threads
+        assert threading.get_ident() not in world.repository.listing_threads
+
+    in_world(story, m={"1": 1.0}, n={"1": 1.0})
+
+
 # Load and reload.
 
 
@@ -225,7 +294,7 @@ def test_no_request_fails_during_reloads_and_later_ones_get_the_new_model() -> N
         await asyncio.gather(*clients)
         assert set(answers) <= {1.0, 2.0, 3.0, 4.0}
         snapshot = world.manager.get("m").statistics.snapshot()
-        assert (snapshot.num_success, snapshot.num_failed) == (len(answers) + 3, 0)
+        assert (snapshot.num_success, snapshot.failed.count) == (len(answers) + 3, 0)
 
     in_world(story, m={"1": 1.0})
 
@@ -233,7 +302,7 @@ def test_no_request_fails_during_reloads_and_later_ones_get_the_new_model() -> N
 def test_a_request_that_leased_the_old_model_is_served_by_it() -> None:
     async def story(world: World) -> None:
         old = world.backend
-        with world.manager.lease("m") as served:
+        async with world.manager.lease("m") as served:
             world.repository.models["m"]["1"] = 2.0
             await world.manager.load("m")
             x = np.zeros((1, 4), np.float32)
@@ -388,6 +457,34 @@ def test_after_the_grace_period_the_rest_is_answered_as_shutting_down() -> None:
             assert not thread.is_alive()
 
 
+def test_a_load_that_does_not_end_is_not_waited_for() -> None:
+    async def story() -> threading.Event:
+        world = World(FakeRepository(m={"1": 1.0}))
+        await world.manager.start(load_all=False)
+        world.repository.gate.clear()
+        loading = asyncio.create_task(world.manager.load("m"))
+        assert await asyncio.to_thread(world.repository.opening.wait, timeout=10)
+        assert not await world.manager.stop(grace_s=0.01)
+        assert await asyncio.wait([loading])
+        assert loading.cancelled()
+        return world.repository.gate
+
+    with asyncio.Runner() as runner:
+        runner.run(story()).set()
+
+
+def test_once_stopped_every_request_hears_of_it() -> None:
+    async def story(world: World) -> None:
+        assert await world.manager.stop(grace_s=10)
+        for name in ("m", "x"):
+            with pytest.raises(ShuttingDownError):
+                await world.infer(name)
+            with pytest.raises(ShuttingDownError):
+                world.manager.get(name)
+
+    in_world(story, m={"1": 1.0})
+
+
 # Counters.
 
 
@@ -397,7 +494,9 @@ def test_after_the_grace_period_the_rest_is_answered_as_shutting_down() -> None:
         (QueueFullError("full"), "REJECTED"),
         (ShuttingDownError("closing"), "REJECTED"),
         (RequestTimeoutError("late"), "TIMEOUT"),
-        (asyncio.CancelledError(), "CANCELED"),
+        (ClientDisconnectedError(), "CANCELED"),
+        (asyncio.CancelledError(), "REJECTED"),
+        (ModelNotReadyError("unloaded"), "REJECTED"),
         (InferenceError("failed"), "BACKEND"),
         (InternalError(), "BACKEND"),
         (InvalidRequestError("bad"), "OTHER"),
@@ -427,14 +526,14 @@ def test_successes_and_failures_add_up_to_the_requests() -> None:
 
         snapshot = world.manager.get("m").statistics.snapshot()
         assert snapshot.reason_to_num_failed == {
-            "REJECTED": 1,
+            "REJECTED": 2,
             "TIMEOUT": 0,
-            "CANCELED": 1,
+            "CANCELED": 0,
             "BACKEND": 1,
             "OTHER": 1,
         }
         assert (snapshot.num_success, snapshot.num_rows, snapshot.num_pending) == (9, 18, 0)
-        assert snapshot.request.count == snapshot.queue.count == snapshot.encode.count == 9
+        assert snapshot.request.count == snapshot.histograms["encode"].count == 9
         assert snapshot.num_executions == world.backend.num_runs - 1  # one run failed
         assert max(snapshot.batch_sizes) <= 8
 
@@ -483,7 +582,7 @@ def test_real_models_are_charged_while_they_are_loaded(
         shutil.copy(__file__, tmp_path / "models/add1/1/model.onnx")
         with pytest.raises(ModelLoadError, match="add1"):
             await manager.load("add1")
-        with manager.lease("add1") as served:
+        async with manager.lease("add1") as served:
             x = np.zeros((1, 4), np.float32)
             request = InferenceRequest({"x": x}, 1, (RequestedOutput("y", True),))
             assert await served.infer(request, first_value) == 1.0

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from cache import Table
 from cache.config import ConfigError, load_yaml
+from cache.table import TableConfig
 from models.errors import ModelConfigError
 from models.spec import FeatureInput, ModelConfig, ModelSignature, resolve
 from models.tensor_spec import DATATYPE_TO_DTYPE, TensorSpec
@@ -71,8 +72,16 @@ def test_every_field_is_documented() -> None:
 
 
 def test_every_documented_example_is_valid(tmp_path: Path) -> None:
-    blocks = DOCUMENT.read_text().split("```yaml\n")[1:]
-    assert [load(tmp_path, block.split("```")[0]) for block in blocks]
+    models, tables = DOCUMENT.read_text().split("## Feature tables")
+    assert [load(tmp_path, block) for block in yaml_blocks(models)]
+    for block in yaml_blocks(tables):
+        path = tmp_path / "table.yaml"
+        path.write_text(block)
+        load_yaml(path, TableConfig)
+
+
+def yaml_blocks(text: str) -> list[str]:
+    return [block.split("```")[0] for block in text.split("```yaml\n")[1:]]
 
 
 def test_every_datatype_of_the_protocol_can_be_given() -> None:
@@ -103,6 +112,8 @@ def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
         ("max_batch_size: '8'", "max_batch_size: "),
         ("max_batch_size: true", "max_batch_size: "),
         ("max_queue_delay_ms: .inf", "max_queue_delay_ms: "),
+        ("max_queue_delay_ms: 1.0e+13", "max_queue_delay_ms: "),
+        ("request_timeout_ms: 86400001", "request_timeout_ms: "),
         ("max_queue_size: 0", "max_queue_size: "),
         ("backend: pytorch", "backend: "),
         ("versions: {}", "versions: expected one of 'latest' and 'specific'"),

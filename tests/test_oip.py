@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from models.tensor_spec import DATATYPE_TO_DTYPE, TensorSpec
 from server.errors import InvalidRequestError
-from server.oip import EncodedResponse, decode_request, encode_response
+from server.oip_decode import decode_request
+from server.oip_encode import EncodedResponse, encode_response
 from server.requests import InferenceRequest, InferenceResponse, RequestedOutput
 
 SPEC_FP32 = TensorSpec("x", "FP32", (-1, 4))
@@ -526,7 +527,6 @@ def test_binary_responses_are_exact(datatype: str) -> None:
         }
     ]
     assert b"".join(encoded.parts[1:]) == values
-    assert encoded.num_bytes == len(encoded.parts[0]) + len(values)
 
 
 @pytest.mark.parametrize(

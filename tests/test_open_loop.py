@@ -111,6 +111,21 @@ def test_failures_never_enter_the_latency_figures() -> None:
     assert summary.errors_above(0.01)
 
 
+def test_one_stall_is_in_the_p99_and_not_in_the_p99_of_most_windows() -> None:
+    latencies = [0.002 if index % 50 else 0.004 for index in range(1000)]
+    latencies[400:430] = [0.1] * 30
+    samples = samples_of(*((latency_s, 200, Outcome.OK) for latency_s in latencies))
+    summary = summarize(samples, duration_s=10)
+    assert summary.p99_ms == pytest.approx(100)
+    assert summary.p99_windows_ms == pytest.approx(4)
+
+
+def test_a_window_without_a_success_counts_as_the_slowest() -> None:
+    ok, bad = (0.002, 200, Outcome.OK), (0.001, 503, Outcome.BAD_STATUS)
+    assert summarize(samples_of(*[ok] * 60, *[bad] * 40), 1).p99_windows_ms == pytest.approx(2)
+    assert np.isnan(summarize(samples_of(*[ok] * 40, *[bad] * 60), 1).p99_windows_ms)
+
+
 def test_what_was_not_sent_or_not_answered_is_an_error() -> None:
     plan = OpenLoop(np.array([0.0, 0.1, 0.2, 0.3]))
     for _ in range(2):

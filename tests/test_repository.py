@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -248,6 +249,30 @@ def test_a_model_without_versions(root: Path, repository: ModelRepository) -> No
     assert load_error(repository, "empty") == (
         "model empty: has no version folder, such as empty/1"
     )
+
+
+def test_lost_and_found_is_a_model_only_with_versions(
+    root: Path, repository: ModelRepository
+) -> None:
+    (root / "models" / "lost+found").mkdir(parents=True)
+    assert repository.names() == []
+    with pytest.raises(ModelNotFoundError):
+        repository.open("lost+found")
+    model_zoo.add1(root, name="lost+found")
+    assert repository.names() == ["lost+found"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_what_may_not_be_read_is_told(root: Path, repository: ModelRepository) -> None:
+    locked = model_zoo.add1(root).parent.parent
+    for mode, error in ((0o000, "add1: Permission denied"), (0o400, "add1: Permission denied")):
+        locked.chmod(mode)
+        assert repository.names() == ["add1"]
+        with pytest.raises(ModelLoadError) as caught:
+            repository.versions("add1")
+        assert str(caught.value) == error
+        assert load_error(repository, "add1") == error
+        locked.chmod(0o700)
 
 
 def external_model(location: str, num_values: int = 1024) -> bytes:
