@@ -152,6 +152,7 @@ def _table_families(features: FeatureCache) -> Iterator[Family]:
     lookups = Family(
         "hotshelf_table_lookups_total", "counter", "Keys looked up, by the tier that had the row."
     )
+    misses = Family("hotshelf_table_misses_total", "counter", "Keys that a tier did not have.")
     evictions = Family(
         "hotshelf_table_evictions_total", "counter", "Rows that left a tier to make room."
     )
@@ -168,6 +169,8 @@ def _table_families(features: FeatureCache) -> Iterator[Family]:
         }
         for tier, num_keys in tiers.items():
             lookups.add(num_keys, table=table.name, tier=tier)
+        misses.add(table.host_hits + table.source_rows, table=table.name, tier="device")
+        misses.add(table.source_rows, table=table.name, tier="host")
         evictions.add(table.device_evictions, table=table.name, tier="device")
         evictions.add(table.host_evictions, table=table.name, tier="host")
         spills.add(table.spills, table=table.name)
@@ -180,7 +183,7 @@ def _table_families(features: FeatureCache) -> Iterator[Family]:
         slots.add(slab.device_slots, slot_bytes=str(slab.slot_bytes), tier="device")
         slots.add(slab.host_slots, slot_bytes=str(slab.slot_bytes), tier="host")
         leases.add(slab.leases, slot_bytes=str(slab.slot_bytes))
-    yield from (lookups, evictions, spills, rows, slots, leases)
+    yield from (lookups, misses, evictions, spills, rows, slots, leases)
 
 
 def _budget_families(budgets: Mapping[str, Budget]) -> Iterator[Family]:
