@@ -59,7 +59,12 @@ class CpuArena:
         self._budget = budget
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         num_pages = max(1, -(-max_bytes // self.page_bytes))
-        self._memory = mmap.mmap(-1, num_pages * self.page_bytes, flags=flags)
+        try:
+            self._memory = mmap.mmap(-1, num_pages * self.page_bytes, flags=flags)
+        except OSError as error:
+            raise OutOfMemoryError(
+                f"{owner}: the machine refuses {max_bytes} bytes of addresses: {error.strerror}"
+            ) from error
         self._bytes: NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8)
         self._is_committed = np.zeros(num_pages, dtype=np.bool_)
         # The last page is charged for the part that is in the range: budgets are exact.

@@ -30,7 +30,7 @@ def load_yaml(path: Path, model: type[ModelT], *, name: str | None = None) -> Mo
         content = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{label}: cannot be read: {error}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{label}: is not YAML: {' '.join(str(error).split())}") from error
     if content is None:
         content = {}

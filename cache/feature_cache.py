@@ -272,7 +272,7 @@ class FeatureCache:
         # A copy, because keys may be a read-only view, which would be compiled for once more.
         frame.keys[where] = lookup.keys[part.first : part.stop]
         indices = [self._table_to_slab[name][1] for name in lookup.tables]
-        num_absent = locate_keys(
+        locate_keys(
             frame.keys[where],
             np.array(indices, dtype=np.int32),
             part.first % len(indices),
@@ -280,20 +280,9 @@ class FeatureCache:
             frame.rows[where],
             frame.table_of[where],
         )
-        if num_absent:
-            self._refuse_absent_keys(slab, frame, where)
-
-    def _refuse_absent_keys(self, slab: RowCache, frame: SlabFrame, where: slice) -> None:
-        for position in np.flatnonzero(frame.rows[where] < 0).tolist():
-            table = slab.tables[int(frame.table_of[where][position])]
-            if table.is_strict:
-                raise AbsentKeyError(
-                    f"table {table.name!r} has no key {frame.keys[where][position]}: "
-                    f"expected 0 to {table.num_rows - 1}"
-                )
 
     def _check(self, lookup: Lookup) -> int:
-        """Return the number of the lookup's slab."""
+        """Return the number of the lookup's slab; raise before anything is looked up."""
         for name in lookup.tables:
             if name not in self._table_to_slab:
                 raise UnknownTableError(f"no table is called {name!r}")
@@ -304,7 +293,18 @@ class FeatureCache:
         assert lookup.keys.dtype == np.int64
         assert lookup.out.shape == (len(lookup.keys), tables[0].dim)
         assert lookup.out.dtype == np.float32
+        for column, table in enumerate(tables):
+            if table.is_strict:
+                _refuse_absent_keys(table, lookup.keys[column :: len(tables)])
         return self._table_to_slab[lookup.tables[0]][0]
+
+
+def _refuse_absent_keys(table: Table, keys: NDArray[np.int64]) -> None:
+    absent = keys[(keys < 0) | (keys >= table.num_rows)]
+    if len(absent):
+        raise AbsentKeyError(
+            f"table {table.name!r} has no key {absent[0]}: expected 0 to {table.num_rows - 1}"
+        )
 
 
 def plan_layouts(
@@ -324,23 +324,24 @@ def plan_layouts(
     positions = {size: _positions_of_a_part(size, num_frames, max_positions) for size in rows}
     needs = {size: size * num_rows for size, num_rows in rows.items()}
     device_shares = split_by_need(table_memory_bytes, needs)
-    host_shares = needs
-    if sum(needs.values()) > host_memory_bytes:
-        staging_bytes = sum(num_frames * positions[size] * size for size in rows)
-        host_shares = split_fairly(max(0, host_memory_bytes - staging_bytes), needs)
+    inclusive = choose_inclusive(host_memory_bytes, needs)
+    others = {size: need for size, need in needs.items() if size not in inclusive}
+    left_bytes = host_memory_bytes - sum(needs[size] for size in inclusive)
+    left_bytes -= sum(num_frames * positions[size] * size for size in others)
+    host_shares = split_by_need(max(0, left_bytes), others)
     layouts = []
     for size, num_rows in rows.items():
-        is_inclusive = host_shares[size] == needs[size]
+        is_inclusive = size in inclusive
         num_staging_slots = num_frames * positions[size]
-        num_host_slots = max(0, host_shares[size] // size - num_staging_slots)
+        num_host_slots = max(0, host_shares.get(size, 0) // size - num_staging_slots)
+        if num_host_slots:
+            num_staging_slots *= 2  # for the rows that are spilled
         layouts.append(
             SlabLayout(
                 slot_bytes=size,
                 num_device_slots=min(num_rows, device_shares[size] // size, MAX_SLOTS),
                 num_host_slots=num_rows if is_inclusive else min(num_host_slots, MAX_SLOTS // 2),
-                num_staging_slots=0
-                if is_inclusive
-                else num_staging_slots * (1 + bool(num_host_slots)),
+                num_staging_slots=0 if is_inclusive else num_staging_slots,
                 max_positions=positions[size],
                 is_inclusive=is_inclusive,
             )
@@ -356,17 +357,15 @@ def split_by_need(total: int, needs: Mapping[int, int]) -> dict[int, int]:
     return {name: total * need // sum_of_needs for name, need in needs.items()}
 
 
-def split_fairly(total: int, needs: Mapping[int, int]) -> dict[int, int]:
-    """Give all that it needs to who needs no more than an equal share; the rest by need."""
-    shares: dict[int, int] = {}
-    rest = dict(sorted(needs.items(), key=lambda item: item[1]))
-    while rest:
-        name, need = next(iter(rest.items()))
-        if need * len(rest) > total:
+def choose_inclusive(total: int, needs: Mapping[int, int]) -> set[int]:
+    """Those who need no more than an equal share of what the smaller ones leave of `total`."""
+    chosen: set[int] = set()
+    for num_chosen, (name, need) in enumerate(sorted(needs.items(), key=lambda item: item[1])):
+        if need * (len(needs) - num_chosen) > total:
             break
-        shares[name] = rest.pop(name)
+        chosen.add(name)
         total -= need
-    return shares | split_by_need(total, rest)
+    return chosen
 
 
 def _positions_of_a_part(slot_bytes: int, num_frames: int, max_positions: int) -> int:

@@ -106,13 +106,12 @@ def locate_keys(
     first_row: NDArray[np.int64],
     rows: NDArray[np.int64],
     table_of: NDArray[np.int32],
-) -> int:
+) -> None:
     """Write row and table of every position.
 
     Position p is of table `tables[(first_column + p) % len(tables)]`. An absent key gets the row
-    NONE. Returns how many are absent.
+    NONE.
     """
-    num_absent = 0
     column = first_column
     for position in range(len(keys)):
         table = tables[column]
@@ -125,8 +124,6 @@ def locate_keys(
             rows[position] = first_row[table] + key
         else:
             rows[position] = NONE
-            num_absent += 1
-    return num_absent
 
 
 @compiled

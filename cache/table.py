@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import yaml
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cache.config import ConfigError, load_yaml
 from cache.errors import TableError
@@ -129,13 +129,18 @@ def write_table(
     """
     if folder.exists():
         raise TableError(f"{folder}: exists already")
+    try:
+        config = TableConfig(num_rows=0, dim=dim, default_value=default_value, absent=absent)
+    except ValidationError as error:
+        raise TableError(
+            f"{folder}: {error.errors()[0]['loc'][0]}: {error.errors()[0]['msg']}"
+        ) from error
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".writing-") as scratch:
         partial = Path(scratch) / folder.name
         partial.mkdir()
         num_rows = _write_rows(partial / ROW_FILE, rows, dim)
-        config = TableConfig(num_rows=num_rows, dim=dim, default_value=default_value, absent=absent)
-        text = yaml.safe_dump(config.model_dump(), sort_keys=False)
+        text = yaml.safe_dump(config.model_dump() | {"num_rows": num_rows}, sort_keys=False)
         (partial / TABLE_FILE).write_text(text, encoding="utf-8")
         os.rename(partial, folder)
 

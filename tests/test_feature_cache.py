@@ -99,7 +99,7 @@ def test_one_batch_asks_several_slabs(root: Path, host_memory_bytes: int) -> Non
 
 
 def test_the_host_memory_decides_the_mode(root: Path) -> None:
-    for host_memory_bytes, mode in ((0, "none"), (100_000, "spill"), (200_000, "inclusive")):
+    for host_memory_bytes, mode in ((0, "none"), (60_000, "spill"), (200_000, "inclusive")):
         cache = open_cache(root, host_memory_bytes=host_memory_bytes, num_frames=1)
         assert {slab.mode for slab in cache.stats().slabs} == {mode}
         _, result = look_up(cache, ["a"], [1, 2])
@@ -152,6 +152,20 @@ def test_a_strict_table_refuses_an_absent_key(root: Path) -> None:
         look_up(cache, ["strict"], [3, 10])
     assert cache.stats().slabs[0].leases == 0
     np.testing.assert_array_equal(look_up(cache, ["strict"], [3])[0], rows_of([3]))
+
+
+def test_a_strict_lookup_in_parts_is_refused_before_its_first_part(root: Path) -> None:
+    cache = open_cache(root)
+    with pytest.raises(AbsentKeyError, match="'strict' has no key 77"):
+        look_up(cache, ["strict"], [1] * 200 + [77])
+    (strict,) = (table for table in cache.stats().tables if table.name == "strict")
+    assert (strict.device_rows, strict.device_hits, strict.source_rows) == (0, 0, 0)
+
+
+def test_a_small_slab_needs_no_share_of_the_staging(root: Path) -> None:
+    """48 kB of rows fit in a half of 100 kB; the staging of the wide slab comes from its half."""
+    cache = open_cache(root, host_memory_bytes=100_000, num_frames=1)
+    assert [slab.mode for slab in cache.stats().slabs] == ["inclusive", "spill"]
 
 
 def test_an_unknown_table_is_named(root: Path) -> None:

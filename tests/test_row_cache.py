@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -96,6 +97,14 @@ def test_many_clients_on_a_small_tier_always_get_their_rows(mode: str, device: s
     cache.check_integrity()
 
 
+def wait_for_leases(cache: RowCache, num_leases: int) -> None:
+    """Until lookups in other threads have come that far."""
+    deadline_s = time.monotonic() + 30
+    while cache.num_leases < num_leases:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
 def test_a_second_lookup_waits_for_the_row_that_the_first_is_fetching() -> None:
     is_reading, may_end = threading.Event(), threading.Event()
 
@@ -109,6 +118,7 @@ def test_a_second_lookup_waits_for_the_row_that_the_first_is_fetching() -> None:
         first = pool.submit(look_up, cache, [5])
         assert is_reading.wait(10)
         second = pool.submit(look_up, cache, [5, 5])
+        wait_for_leases(cache, 2)
         assert cache.num_device_rows == 0  # nothing is found before its bytes are there
         may_end.set()
         np.testing.assert_array_equal(first.result()[0], rows_of([5]))
@@ -132,8 +142,7 @@ def test_a_failed_read_admits_nothing_and_those_who_joined_read_for_themselves()
         first = pool.submit(look_up, cache, [5, 6])
         assert is_reading.wait(10)
         second = pool.submit(look_up, cache, [5])
-        while cache.num_leases < 3:  # two rows of the first, one of the second
-            threading.Event().wait(0.001)
+        wait_for_leases(cache, 3)  # two rows of the first, one of the second
         may_end.set()
         with pytest.raises(ReadFailedError, match="row 6 cannot be read"):
             first.result()

@@ -40,6 +40,12 @@ def test_a_block_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dim_that_is_too_large_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(TableError, match="dim: Input should be less than or equal to 65536"):
+        write_table(tmp_path / "items", [rows_of(range(2))], dim=70_000)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_existing_table_is_not_overwritten(tmp_path: Path) -> None:
     write_table(tmp_path / "items", [rows_of(range(2))], dim=4)
     with pytest.raises(TableError, match="exists already"):
@@ -64,6 +70,8 @@ def test_an_existing_table_is_not_overwritten(tmp_path: Path) -> None:
         ),
         ("[1, 2]", "expected fields, got list"),
         ("num_rows: [", "is not YAML"),
+        ("num_rows: 2024-13-45", "is not YAML: month must be in 1..12"),
+        ("[" * 3000, "is not YAML"),
     ],
 )
 def test_a_wrong_table_is_named_with_the_fault(tmp_path: Path, text: str, message: str) -> None:
