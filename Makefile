@@ -33,6 +33,7 @@ $(DEMO)/models: | $(VENV)/demo.stamp
 
 demo: sweep  ## Make a ranking model, load-test it, draw p99 against cache size.
 
+# SWEEP has options of `hotshelf sweep`, for example SWEEP="--points 5,20 --duration 5".
 sweep: $(VENV)/demo.stamp $(DEMO)/models
 	$(BIN)/hotshelf sweep --repository $(DEMO) $(SWEEP)
 
