@@ -33,7 +33,7 @@ USER hotshelf
 VOLUME /repository
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=3s --start-period=60s CMD ["python", "-c", \
-    "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/v2/health/ready')"]
+    "import urllib.request as r; r.build_opener(r.ProxyHandler({})).open('http://127.0.0.1:8000/v2/health/ready')"]
 ENTRYPOINT ["python", "-m", "server", "serve"]
 
 FROM nvidia/cuda:13.0.1-cudnn-runtime-ubuntu24.04 AS gpu
@@ -50,5 +50,5 @@ USER hotshelf
 VOLUME /repository
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=3s --start-period=60s CMD ["python", "-c", \
-    "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/v2/health/ready')"]
+    "import urllib.request as r; r.build_opener(r.ProxyHandler({})).open('http://127.0.0.1:8000/v2/health/ready')"]
 ENTRYPOINT ["python", "-m", "server", "serve"]
