@@ -8,6 +8,7 @@ products of all pairs of these 27 vectors, and a top MLP.
 from __future__ import annotations
 
 import itertools
+import shlex
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
@@ -28,10 +29,13 @@ NUM_TABLES = 26
 BOTTOM_HIDDEN = 64
 TOP_HIDDEN = (256, 64)
 BLOCK_ROWS = 65_536
+MAX_ROWS = 2_000_000_000  # a table may have 2**31 - 1 rows
+MAX_DIM = 65_536  # of a table
 SIZE_SPREAD = 4.0  # the largest table has about four times the rows of the smallest
 
-MODEL_YAML = """\
-# Written by `hotshelf demo init`.
+WRITTEN_BY = "# Written by"  # how the model.yaml of every demo begins
+MODEL_YAML = f"""\
+{WRITTEN_BY} `hotshelf demo init`.
 backend: onnxruntime
 max_batch_size: 256
 features:
@@ -74,9 +78,20 @@ def main(args: Namespace) -> int:
     except DemoError as error:
         print(f"hotshelf demo init: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"hotshelf demo init: {error}", file=sys.stderr)
+        return 1
     print(f"wrote {args.directory}: model {MODEL}, {NUM_TABLES} tables, {args.rows} rows")
-    print(f"serve it with: hotshelf serve --repository {args.directory}")
+    command = [*_running_command(), "serve", "--repository", str(args.directory)]
+    print(f"serve it with: {shlex.join(command)}")
     return 0
+
+
+def _running_command() -> list[str]:
+    """What a shell starts this program with, on the search path or not."""
+    program = Path(sys.argv[0]).absolute()
+    is_script = program.name == "hotshelf"
+    return [str(program)] if is_script else [sys.executable, "-m", "server"]
 
 
 def write_demo(
@@ -95,8 +110,12 @@ def write_demo(
     """
     if num_rows < NUM_TABLES:
         raise DemoError(f"--rows: expected at least {NUM_TABLES} (one a table), got {num_rows}")
+    if num_rows > MAX_ROWS:
+        raise DemoError(f"--rows: expected at most {MAX_ROWS}, got {num_rows}")
     if dim < 1:
         raise DemoError(f"--dim: expected at least 1, got {dim}")
+    if dim > MAX_DIM:
+        raise DemoError(f"--dim: expected at most {MAX_DIM}, got {dim}")
     if seed < 0:
         raise DemoError(f"--seed: expected a number from 0 up, got {seed}")
     directory = directory.absolute()
@@ -119,8 +138,32 @@ def _check_target(directory: Path, *, is_replacing: bool) -> None:
     names = {path.name for path in directory.iterdir()}
     if names and not is_replacing:
         raise DemoError(f"{directory} is not empty; --force replaces an older demo")
-    if not names <= {"models", "tables"}:
-        raise DemoError(f"{directory} holds more than a demo; remove it yourself if you mean it")
+    if names:
+        _check_is_demo(directory)
+
+
+def _check_is_demo(directory: Path) -> None:
+    """Raise DemoError where `directory` holds anything that `write_demo` does not write."""
+    model = Path("models", MODEL)
+    known = {
+        Path(): {"models", "tables"},
+        Path("models"): {MODEL},
+        model: {"model.yaml", "1"},
+        Path("tables"): {table_name(table) for table in range(NUM_TABLES)},
+    }
+    for folder, names in known.items():
+        if not (directory / folder).is_dir():
+            raise DemoError(f"{directory} is no demo: it has no folder {folder}")
+        if foreign := sorted({path.name for path in (directory / folder).iterdir()} - names):
+            raise DemoError(
+                f"{directory} holds more than a demo: {folder / foreign[0]}; "
+                "remove it yourself if you mean it"
+            )
+    config = directory / model / "model.yaml"
+    if not config.exists() or not config.read_bytes().startswith(WRITTEN_BY.encode()):
+        raise DemoError(
+            f"{directory} is no demo: {model / 'model.yaml'} does not begin with {WRITTEN_BY!r}"
+        )
 
 
 def table_sizes(num_rows: int, seed: int) -> list[int]:

@@ -14,8 +14,8 @@ import gc
 import json
 import sys
 import time
-import urllib.request
 from argparse import ArgumentParser
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,25 @@ from locust import events as locust_events
 from locust.env import Environment
 from locust.exception import StopUser
 
+from loadtests.direct import get
 from loadtests.encoding import HEADER_LENGTH, Encoder
 from loadtests.open_loop import PROCESSES, OpenLoop, plan_arrivals
+from loadtests.option_types import (
+    fraction,
+    number_above_0,
+    number_from_0,
+    whole_from_0,
+    whole_from_1,
+)
 from loadtests.percentiles import METHOD
 from loadtests.samples import Outcome, Summary, summarize, write_columns
-from loadtests.workloads import NUM_DENSE, Workload, dense_features, make_workload
+from loadtests.workloads import (
+    NUM_DENSE,
+    Workload,
+    WorkloadError,
+    dense_features,
+    make_workload,
+)
 
 DEFAULT_USERS = 64
 MAX_CONNECTIONS = 4096
@@ -41,23 +55,26 @@ MAX_CONNECTIONS = 4096
 def _add_options(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("Hotshelf", "The open-loop plan and its requests.")
     add = group.add_argument
-    add("--rate", type=float, default=100.0, help="requests planned per second (100)")
-    add("--duration", type=float, default=10.0, help="seconds of planned requests (10)")
-    add("--lead-in", type=float, default=0.0, help="seconds of load before it is measured (0)")
+    add("--rate", type=number_above_0, default=100.0, help="requests planned per second (100)")
+    add("--duration", type=number_above_0, default=10.0, help="seconds of planned requests (10)")
+    add(
+        "--lead-in",
+        type=number_from_0,
+        default=0.0,
+        help="seconds of load before that (0)",
+    )
     add("--arrivals", choices=PROCESSES, default="poisson", help="gaps between requests (poisson)")
-    add("--rows-per-request", type=int, default=16, help="rows in each request (16)")
+    add("--rows-per-request", type=whole_from_1, default=16, help="rows in each request (16)")
     add("--wire-format", choices=("binary", "json"), default="binary", help="tensors on the wire")
     add("--model", default="dlrm", help="name of the model (dlrm)")
     add("--trace-profile", choices=("ads", "zipf"), default="ads", help="how keys repeat (ads)")
-    add("--zipf-exponent", type=float, default=1.0, help="exponent of the zipf profile (1.0)")
+    add("--zipf-exponent", type=number_from_0, default=1.0, help="of the zipf profile (1.0)")
     add("--trace", default="", help="a .npy file of keys int64 [n, tables] instead of a profile")
-    add("--first-sample", type=int, default=0, help="where in the trace to begin (0)")
-    add("--seed", type=int, default=0, help="seed of the plan and of the trace (0)")
-    add("--request-timeout", type=float, default=30.0, help="seconds without a byte (30)")
-    add("--drain", type=float, default=5.0, help="seconds to wait after the plan's end (5)")
-    add(
-        "--error-threshold", type=float, default=0.01, help="share of errors for exit code 1 (0.01)"
-    )
+    add("--first-sample", type=whole_from_0, default=0, help="where in the trace to begin (0)")
+    add("--seed", type=whole_from_0, default=0, help="seed of the plan and of the trace (0)")
+    add("--request-timeout", type=number_above_0, default=30.0, help="seconds without a byte (30)")
+    add("--drain", type=number_from_0, default=5.0, help="seconds to wait after the plan's end (5)")
+    add("--error-threshold", type=fraction, default=0.01, help="share of errors for exit 1 (0.01)")
     add("--samples", default="", help="write the raw samples to this .csv or .parquet file")
     add("--summary", default="", help="write the summary to this .json file")
     parser.set_defaults(num_users=DEFAULT_USERS, spawn_rate=DEFAULT_USERS)
@@ -135,16 +152,18 @@ class Run:
 class Runs:
     """The run that this process performs now; Locust makes the users, so they find it here."""
 
-    current: Run
+    current: Run | None = None
 
 
 class OpenLoopUser(FastHttpUser):
     """Takes the next planned request, waits until it is due, sends it, records it."""
 
     def __init__(self, environment: Environment) -> None:
-        self.client_pool = Runs.current.pool
-        super().__init__(environment)
+        assert Runs.current is not None
         self._run = Runs.current
+        self.client_pool = self._run.pool
+        self.host = (environment.host or "").rstrip("/")
+        super().__init__(environment)
         self._path = f"/v2/models/{self._run.options.model}/infer"
 
     @task
@@ -189,22 +208,27 @@ def _prepare(environment: Environment, **_: Any) -> None:
         sys.exit("the open-loop plan needs one Locust process: leave out --master and --processes")
     if not environment.host:
         sys.exit("name the server with --host, for example --host http://127.0.0.1:8000")
-    Runs.current = Run(options, _workload(environment.host, options))
+    try:
+        Runs.current = Run(options, _workload(environment.host, options))
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
+        # Locust logs other exceptions of a listener and waits for a run that never starts.
+        sys.exit(f"the load test cannot begin: {error}")
 
 
 def _begin_with_all_users(environment: Environment, **_: Any) -> None:
     def begin(**_: Any) -> None:
-        if not Runs.current.has_started.is_set():
-            Runs.current.start()
-            gevent.spawn(_stop_at_end, environment)
+        run = Runs.current
+        if run is not None and not run.has_started.is_set():
+            run.start()
+            gevent.spawn(_stop_at_end, environment, run)
 
     spawning_complete: Any = environment.events.spawning_complete
     spawning_complete.add_listener(begin)
 
 
-def _stop_at_end(environment: Environment) -> None:
-    options = Runs.current.options
-    Runs.current.is_over.wait(options.lead_in + options.duration + options.drain)
+def _stop_at_end(environment: Environment, run: Run) -> None:
+    options = run.options
+    run.is_over.wait(options.lead_in + options.duration + options.drain)
     runner = environment.runner
     assert runner is not None
     if options.headless or options.autoquit >= 0:
@@ -215,6 +239,8 @@ def _stop_at_end(environment: Environment) -> None:
 
 def _finish(environment: Environment, **_: Any) -> None:
     run = Runs.current
+    if run is None:  # it could not begin
+        return
     options = run.options
     summary = run.summary()
     print(format_summary(summary, options), flush=True)
@@ -247,6 +273,10 @@ def format_summary(summary: Summary, options: Any) -> str:
 def _workload(host: str, options: Any) -> Workload:
     if options.trace:
         keys = np.load(options.trace, mmap_mode="r")
+        if keys.dtype != np.int64 or keys.ndim != 2 or keys.size == 0:
+            raise WorkloadError(
+                f"{options.trace}: expected int64 [samples, tables], got {keys.dtype} {keys.shape}"
+            )
         return Workload(keys, dense_features(len(keys), options.seed))
     return make_workload(
         read_table_rows(host),
@@ -258,8 +288,13 @@ def _workload(host: str, options: Any) -> Workload:
 
 def read_table_rows(host: str) -> list[int]:
     """Rows of each table of the server, by table name."""
-    with urllib.request.urlopen(f"{host}/v2/tables", timeout=30) as response:
-        tables = json.load(response)["tables"]
+    url = f"{host.rstrip('/')}/v2/tables"
+    try:
+        tables = json.loads(get(url, timeout_s=30))["tables"]
+    except OSError as error:
+        raise OSError(f"{url}: {error}") from error
+    if not tables:
+        raise WorkloadError(f"{url}: the server has no tables")
     return [table["num_rows"] for table in sorted(tables, key=lambda table: str(table["name"]))]
 
 

@@ -100,7 +100,7 @@ class PointMeasurer:
         When the server fails, the last row says so.
         """
         cache_bytes = round(self._trace.table_bytes * share / 100)
-        row = Row(series, share, cache_bytes, rate=0.0)
+        row = Row(series, share, cache_bytes, rate=rates[0] if rates else 0.0)
         log = self._logs / f"server-{series}-{share:g}.log"
         try:
             on_stage("start")

@@ -7,6 +7,8 @@ the wait for a stalled server is in the figures of every request that was due me
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,21 +27,30 @@ def plan_arrivals(
 ) -> NDArray[np.float64]:
     """Seconds from the start of the measured time at which requests are due, ascending.
 
-    They reach from `-lead_in_s` to `duration_s`; requests before 0 are sent and not measured.
+    They reach from `-lead_in_s` to `duration_s`; requests before 0 are sent and not measured. At
+    least one is due at or after 0.
     `poisson` draws exponential gaps (independent clients), `uniform` keeps them equal.
     """
     for name, value in (("rate", rate), ("duration", duration_s)):
         if not 0 < value < np.inf:
             raise ValueError(f"{name}: expected a number above 0, got {value}")
-    length_s = lead_in_s + duration_s
+    if not 0 <= lead_in_s < np.inf:
+        raise ValueError(f"lead-in: expected a number from 0 up, got {lead_in_s}")
     if process == "uniform":
-        return np.arange(max(1, round(rate * length_s))) / rate - lead_in_s
+        # Rounded, since 0.1 * 3 requests are a little more than 0.3 in floats.
+        first = -math.floor(round(rate * lead_in_s, 9))
+        end = max(1, math.ceil(round(rate * duration_s, 9)))
+        return np.arange(first, end) / rate
     if process != "poisson":
         raise ValueError(f"arrivals: expected poisson or uniform, got {process!r}")
     rng = np.random.default_rng(seed)
     # A Poisson process has a Poisson number of arrivals, and given it they are uniform draws.
-    num_arrivals = max(1, int(rng.poisson(rate * length_s)))
-    return np.sort(rng.random(num_arrivals)) * length_s - lead_in_s
+    length_s = lead_in_s + duration_s
+    draws = np.sort(rng.random(int(rng.poisson(rate * length_s))))
+    planned_s = draws * length_s - lead_in_s
+    if not (planned_s >= 0).any():
+        planned_s = np.append(planned_s, rng.random() * duration_s)
+    return planned_s
 
 
 class OpenLoop:

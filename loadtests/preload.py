@@ -19,6 +19,7 @@ from loadtests.closed_loop import ReplayError
 from loadtests.encoding import HEADER_LENGTH
 
 NUM_THREADS = 4
+MAX_KEYS = 8192  # in a lookup: the server limits the bytes of an answer
 
 Keys = NDArray[np.int64]
 
@@ -49,7 +50,11 @@ def preload(port: int, tables: Sequence[str], steps: Sequence[Sequence[Keys]]) -
     """Look up the rows of every step; raises ReplayError at an answer that is no 200."""
     with ThreadPoolExecutor(NUM_THREADS) as executor:
         for step in steps:
-            asked = [pair for pair in zip(tables, step, strict=True) if len(pair[1])]
+            asked = [
+                (table, keys[first : first + MAX_KEYS])
+                for table, keys in zip(tables, step, strict=True)
+                for first in range(0, len(keys), MAX_KEYS)
+            ]
             list(executor.map(lambda pair: _look_up(port, *pair), asked))
 
 

@@ -34,8 +34,8 @@ MEASUREMENT = (
 
 def write_report(
     out: Path, rows: Sequence[Row], noise: Noise, repository: Path, method: Mapping[str, str]
-) -> None:
-    """Write the pictures and `report.html` into `out`."""
+) -> list[Path]:
+    """Write the pictures and `report.html` into `out`; returns the pictures."""
     pictures = draw(out, rows, noise)
     title = _headline(rows)
     page = Template(Path(__file__).with_name("report.html").read_text("utf-8")).substitute(
@@ -57,6 +57,7 @@ def write_report(
         measurement=html.escape(MEASUREMENT),
     )
     (out / "report.html").write_text(page, encoding="utf-8")
+    return pictures
 
 
 def draw(out: Path, rows: Sequence[Row], noise: Noise) -> list[Path]:
@@ -171,7 +172,7 @@ def _set_log_scale(axes: Any, values: Sequence[float]) -> None:
 
 
 def _headline(rows: Sequence[Row]) -> str:
-    rates = sorted({row.rate for row in rows})
+    rates = sorted({row.rate for row in rows if row.state != FAILED})
     if len(rates) > 1:
         return (
             f"Latency against throughput, device tier of {rows[0].share_percent:g} % of the tables"

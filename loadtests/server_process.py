@@ -8,13 +8,13 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from loadtests.direct import get
 
 ROOT = Path(__file__).resolve().parents[1]
 TIERS = ("device", "host", "source", "absent")
@@ -103,8 +103,7 @@ class ServerProcess:
         """The counters now; raises ServerFailedError where the server does not answer."""
         assert self._process is not None
         try:
-            with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
-                text = response.read().decode()
+            text = get(f"{self.url}/metrics", timeout_s=30).decode()
         except OSError as error:
             raise self._failure(f"does not answer /metrics ({error})") from error
         minor, major = page_faults(self._process.pid)
@@ -125,8 +124,8 @@ class ServerProcess:
         deadline = time.monotonic() + self._ready_timeout_s
         while self._process.poll() is None:
             try:
-                with urllib.request.urlopen(f"{self.url}/v2/health/ready", timeout=5):
-                    return
+                get(f"{self.url}/v2/health/ready", timeout_s=5)
+                return
             except OSError:
                 if time.monotonic() > deadline:
                     raise self._failure(f"is not ready after {self._ready_timeout_s:g} s") from None
@@ -138,9 +137,13 @@ class ServerProcess:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of this process, with the project importable."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    """The environment of this process with the project importable.
+
+    It has none of the server's settings: a measured server has those of its command alone.
+    """
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("HOTSHELF_")}
+    paths = [str(ROOT), *filter(None, [kept.get("PYTHONPATH")])]
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def free_port() -> int:

@@ -32,6 +32,14 @@ from loadtests.measure import (
 )
 from loadtests.noise import Noise, measure_noise, write_noise
 from loadtests.open_loop import PROCESSES
+from loadtests.option_types import (
+    fraction,
+    number_above_0,
+    number_from_0,
+    numbers_above_0,
+    whole_from_0,
+    whole_from_1,
+)
 from loadtests.report import write_report
 from loadtests.results import (
     FAILED,
@@ -54,28 +62,29 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--repository", type=Path, default=Path("demo"), metavar="DIR",
         help="a repository written by `hotshelf demo init` (default demo)")  # fmt: skip
-    add("--points", type=_positive_numbers, default=[1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0],
+    add("--points", type=numbers_above_0, default=[1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0],
         metavar="P,P,...",
         help="cache sizes in percent of the table bytes (1,2,5,10,20,50,100)")  # fmt: skip
     add("--series", type=_series, default=["none", "host"], metavar="S,S",
         help="none: no host tier; host: all rows in host memory (none,host)")  # fmt: skip
-    add("--rate", type=_positive_number, metavar="R",
+    add("--rate", type=number_above_0, metavar="R",
         help="requests per second; left out: 60 %% of what the first point can do")  # fmt: skip
-    add("--rates", type=_positive_numbers, metavar="R,R,...",
+    add("--rates", type=numbers_above_0, metavar="R,R,...",
         help="several rates at one size, for latency against throughput")  # fmt: skip
-    add("--rows-per-request", type=_positive_int, default=16, metavar="N",
+    add("--rows-per-request", type=whole_from_1, default=16, metavar="N",
         help="rows in a request (16)")  # fmt: skip
     add("--profile", choices=("ads", "zipf"), default="ads", help="how keys repeat (ads)")
-    add("--zipf-exponent", type=float, default=1.0, metavar="X", help="of the zipf profile (1.0)")
+    add("--zipf-exponent", type=number_from_0, default=1.0, metavar="X",
+        help="of the zipf profile (1.0)")  # fmt: skip
     add("--arrivals", choices=PROCESSES, default="poisson", help="gaps between requests (poisson)")
     add("--wire-format", choices=("binary", "json"), default="binary", help="tensors on the wire")
-    add("--duration", type=_positive_number, default=20.0, metavar="S",
+    add("--duration", type=number_above_0, default=20.0, metavar="S",
         help="seconds of load at each point (20)")  # fmt: skip
-    add("--warm-up", type=_positive_number, default=10.0, metavar="S",
+    add("--warm-up", type=number_above_0, default=10.0, metavar="S",
         help="longest warm-up of each point in seconds (10)")  # fmt: skip
-    add("--error-threshold", type=float, default=0.01, metavar="X",
+    add("--error-threshold", type=fraction, default=0.01, metavar="X",
         help="share of errors above which a point is not valid (0.01)")  # fmt: skip
-    add("--seed", type=_natural_int, default=0, help="seed of the trace and the arrivals (0)")
+    add("--seed", type=whole_from_0, default=0, help="seed of the trace and the arrivals (0)")
     add("--out", type=Path, default=Path("out/sweep"), metavar="DIR",
         help="where the folder with the results goes (out/sweep)")  # fmt: skip
 
@@ -87,12 +96,21 @@ def main(args: Namespace) -> int:
     except (SweepError, WorkloadError, CacheError) as error:
         print(f"hotshelf sweep: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"hotshelf sweep: {error}", file=sys.stderr)
+        return 1
     try:
         sweep.run()
+    except OSError as error:
+        print(f"hotshelf sweep: {error}", file=sys.stderr)
+        return 1
     finally:
         if sweep.rows:
             print(f"\n{format_table(sweep.rows)}\n\n{textwrap.fill(str(sweep.noise), 100)}\n")
-            print(f"report: {sweep.out / 'report.html'}")
+            for path in sweep.pictures:
+                print(f"picture: {path}")
+            if (report := sweep.out / "report.html").exists():
+                print(f"report: {report}")
     return int(any(row.state == FAILED for row in sweep.rows))
 
 
@@ -111,6 +129,7 @@ class Sweep:
         self.noise: Noise | None = None
         self._measurer = PointMeasurer(args, self._trace, self.out)
         self._is_complete = False
+        self.pictures: list[Path] = []
 
     @property
     def rows(self) -> list[Row]:
@@ -149,7 +168,9 @@ class Sweep:
         write_summary(self.out / "summary.csv", self.rows)
         if self._measurer.sample_columns:
             write_columns(self.out / f"samples{SAMPLES_SUFFIX}", self._measurer.sample_columns)
-        write_report(self.out, self.rows, noise, self._args.repository, self._method())
+        self.pictures = write_report(
+            self.out, self.rows, noise, self._args.repository, self._method()
+        )
 
     def _method(self) -> dict[str, str]:
         """What a reader must know to judge the figures or to repeat them."""
@@ -203,33 +224,6 @@ def _read_trace(args: Namespace) -> Trace:
         table_rows, profile=args.profile, zipf_exponent=args.zipf_exponent, seed=args.seed
     )
     return Trace([table.name for table in tables], table_rows, tables[0].slot_bytes, workload)
-
-
-def _positive_number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return value
-
-
-def _positive_numbers(text: str) -> list[float]:
-    return [_positive_number(part) for part in text.split(",")]
-
-
-def _natural_int(text: str) -> int:
-    if not text.isdecimal():
-        raise ArgumentTypeError(f"expected a whole number from 0 up, got {text!r}")
-    return int(text)
-
-
-def _positive_int(text: str) -> int:
-    value = _natural_int(text)
-    if value == 0:
-        raise ArgumentTypeError("expected a whole number from 1 up, got 0")
-    return value
 
 
 def _series(text: str) -> list[str]:

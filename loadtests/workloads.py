@@ -68,7 +68,7 @@ def zipf_keys(table_rows: Sequence[int], num_samples: int, exponent: float, seed
 
     Ranks are permuted per table, so hot rows are spread over the row file.
     """
-    if exponent < 0:
+    if not 0 <= exponent < np.inf:
         raise WorkloadError(f"zipf exponent: expected a number from 0 up, got {exponent}")
     keys = np.empty((num_samples, len(table_rows)), np.int64)
     for table, num_rows in enumerate(table_rows):

@@ -33,6 +33,15 @@ ONNX_TYPE_TO_DATATYPE = {
 }
 ONNX_BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16
 BFLOAT16 = DATATYPE_TO_DTYPE["BF16"]
+# "/onnxruntime_src/.../reshape_helper.h:91 void a::B(int, const c::D&) x == y was false. ": file
+# and line, the signature with its nested parentheses, and the condition where there is one.
+_PLACE_IN_SOURCE = re.compile(
+    r"/\S+\.(?:cc|cpp|cu|cuh|h|hpp|inl):\d+ [^()]*(?:\(\))?\((?:[^()]|\([^()]*\))*\)(?: const)?"
+    r"(?: \[with [^\]]*\])? ?(?:(?:[^.]|\.(?! ))*? was false\. ?)?"
+)
+_FUNCTION_IN_SOURCE = re.compile(
+    r"\b\w+\.(?:cc|cpp|cu|cuh|h|hpp|inl):\d+ \w+ "
+)  # "a.cc:57 Compute "
 SILENT = 4  # only fatal errors: what fails is raised, and told by whoever catches it
 
 
@@ -219,6 +228,7 @@ def _encoded(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _reason(error: Exception) -> str:
-    """ONNX Runtime's text in one line, without its codes."""
+    """ONNX Runtime's text in one line, without its codes and places in its source."""
     text = re.sub(r"\[ONNXRuntimeError\] : \d+ : [A-Z_]+ : ", "", " ".join(str(error).split()))
+    text = _FUNCTION_IN_SOURCE.sub("", _PLACE_IN_SOURCE.sub("", text))
     return text.removeprefix("Error in execution: ")

@@ -25,6 +25,8 @@ def model_files(path: Path, label: str) -> list[Path]:
 def _read(path: Path, label: str) -> onnx.ModelProto:
     if os.path.isdir(path):
         raise ModelLoadError(f"{label}: is a folder, expected an ONNX file")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ModelLoadError(f"{label}: is not a regular file, expected an ONNX file")
     try:
         content = path.read_bytes()
     except OSError as error:

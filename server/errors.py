@@ -85,7 +85,7 @@ class UnavailableError(ServerError):
 
 
 class QueueFullError(UnavailableError):
-    """The model's queue holds `max_queue_size` requests."""
+    """The queue of the model, or of the table lookups, holds as many requests as it may."""
 
 
 class RequestTimeoutError(UnavailableError):

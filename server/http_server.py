@@ -10,6 +10,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -18,10 +19,54 @@ from server.http_body import error_body
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CANCEL_S = 0.5
+_NOT_HTTP = "Invalid HTTP request received."
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """HTTP/1.1 by httptools; what is not HTTP is answered with the same error body as the rest."""
+    """HTTP/1.1 by httptools; what is not HTTP is answered with the same error body as the rest.
+
+    The wish of a request for another protocol is passed over, as HTTP allows: it is answered in
+    HTTP/1.1, and its body belongs to it.
+    """
+
+    def data_received(self, data: bytes) -> None:
+        """Parses what has come."""
+        self._unset_keepalive_if_required()
+        rest = memoryview(data)
+        try:
+            while True:
+                try:
+                    self.parser.feed_data(rest)
+                    return
+                except httptools.HttpParserUpgrade as upgrade:
+                    # The parser takes what follows such a head for the other protocol, and after
+                    # that for a new request. One that has not seen the wish reads the body.
+                    rest = rest[upgrade.args[0] :]
+                    self._parse_head_again()
+        except httptools.HttpParserError:
+            self.logger.warning(_NOT_HTTP)
+            self.send_400_response(_NOT_HTTP)
+
+    def on_headers_complete(self) -> None:
+        """Begins the request, unless its head is parsed again."""
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Ends the body, unless the head is parsed again."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def _parse_head_again(self) -> None:
+        """Parses the head without the wish; raises HttpParserError for CONNECT, which is one."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        if method == b"CONNECT":
+            raise httptools.HttpParserError
+        headers = [header for header in self.headers if header[0] != b"upgrade"]
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        lines += [b"%b: %b" % header for header in headers]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.feed_data(b"\r\n".join((*lines, b"", b"")))
 
     def send_400_response(self, msg: str) -> None:
         """Answers bytes that are not an HTTP request, and closes the connection."""

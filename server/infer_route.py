@@ -111,7 +111,7 @@ class InferRoute:
                 lambda response: encode_response(
                     model.name, model.version, request, response, model.outputs
                 ),
-                waiting=_DisconnectWatcher(receive),
+                waiting=DisconnectWatcher(receive),
             )
 
 
@@ -124,7 +124,7 @@ def _failures_counted(statistics: ModelStatistics) -> Iterator[None]:
         raise
 
 
-class _DisconnectWatcher:
+class DisconnectWatcher:
     """While it is entered, a client that goes away ends the task with ClientDisconnectedError."""
 
     def __init__(self, receive: Receive) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import orjson
@@ -12,42 +13,67 @@ from numpy.typing import NDArray
 from cache import FeatureCache, Lookup, LookupResult, Table
 from cache.errors import UnknownTableError
 from models.tensor_spec import TensorSpec
-from server.errors import InvalidRequestError
+from server.errors import InvalidRequestError, QueueFullError
 from server.oip_data import array_from_json
 from server.oip_decode import decode_request, parse_object
 from server.oip_encode import EncodedResponse, encode_response
 from server.requests import InferenceRequest, InferenceResponse
 
+MAX_WAITING = 64
 KEYS = TensorSpec("keys", "INT64", (-1,))
 
 
 class TableLookup:
     """Looks up rows of one table for a client.
 
-    It has threads of its own, so that tables on a slow disk hold up nothing but lookups.
+    It has threads of its own, so that tables on a slow disk hold up nothing but lookups. At most
+    MAX_WAITING lookups wait for one; a lookup that is cancelled while it waits is not run.
     """
 
     def __init__(self, features: FeatureCache, max_answer_bytes: int, num_threads: int) -> None:
         self.features = features
         self._max_answer_bytes = max_answer_bytes
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="lookup")
+        self._free_threads = asyncio.Semaphore(num_threads)
+        self._waiting: set[asyncio.Task[Any]] = set()
         self._unfinished: set[Future[EncodedResponse]] = set()
 
     async def answer(self, name: str, body: bytes, header_length: int | None) -> EncodedResponse:
         """The answer to a lookup in the protocol's form or the short form.
 
-        Raises UnknownTableError, InvalidRequestError, AbsentKeyError and SourceError.
+        Raises UnknownTableError, InvalidRequestError, AbsentKeyError, SourceError and
+        QueueFullError.
         """
+        await self._wait_for_thread()
+        loop = asyncio.get_running_loop()
         future = self._threads.submit(self._answer, name, body, header_length)
         self._unfinished.add(future)
-        future.add_done_callback(self._unfinished.discard)
+        future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._finish, done))
         return await asyncio.wrap_future(future)
+
+    async def _wait_for_thread(self) -> None:
+        if len(self._waiting) >= MAX_WAITING:
+            raise QueueFullError(f"the queue of table lookups is full ({MAX_WAITING} wait)")
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting.add(task)
+        try:
+            await self._free_threads.acquire()
+        finally:
+            self._waiting.discard(task)
+
+    def _finish(self, future: Future[EncodedResponse]) -> None:
+        # A thread is free when its lookup is done, whether or not somebody still waits for it.
+        self._unfinished.discard(future)
+        self._free_threads.release()
 
     def stop(self) -> bool:
         """Takes no more lookups, and drops those that have not begun.
 
         Returns False when one still runs: its thread keeps the process alive until it is done.
         """
+        for task in self._waiting:
+            task.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
         return not self._unfinished
 

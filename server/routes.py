@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from server import schemas
 from server.errors import InvalidRequestError, UnavailableError
 from server.http_body import BodyReader, read_headers
-from server.infer_route import decode_name
+from server.infer_route import DisconnectWatcher, decode_name
 from server.lookup import TableLookup
 from server.metrics import CONTENT_TYPE, Metrics
 from server.model_manager import ModelManager, ServedModel
@@ -289,7 +289,8 @@ def _table_routes(services: Services) -> APIRouter:
         """Rows by key, with the tier that each came from counted."""
         headers = read_headers(request.headers.raw)
         body = await services.bodies.read(headers, request.receive)
-        encoded = await lookup.answer(name, body, headers.header_length)
+        with DisconnectWatcher(request.receive):
+            encoded = await lookup.answer(name, body, headers.header_length)
         return _encoded_response(encoded)
 
     return router

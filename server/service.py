@@ -72,6 +72,8 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         raise StartError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    except ValueError as error:  # a host that cannot be a name, such as a..b
+        raise StartError(f"cannot listen on {host}:{port}: {error}") from error
     return listener
 
 

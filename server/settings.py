@@ -244,7 +244,7 @@ def _file_values(path: Path) -> dict[str, tuple[str, str]]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"config: cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise SettingsError(f"config: {path} is not valid YAML: {_one_line(error)}") from error
     if content is None:
         return {}
@@ -263,7 +263,7 @@ def _file_values(path: Path) -> dict[str, tuple[str, str]]:
 def _merge(
     lower: Mapping[str, tuple[str, str]], upper: Mapping[str, tuple[str, str]]
 ) -> dict[str, tuple[str, str]]:
-    """Values of both; a source that says what to serve replaces what a lower one says."""
+    """Values of both; a choice of model or repository above replaces the one below."""
     hidden = _WHAT_TO_SERVE if upper.keys() & _WHAT_TO_SERVE else frozenset()
     return {name: lower[name] for name in lower if name not in hidden} | dict(upper)
 
@@ -283,6 +283,11 @@ def _check(settings: Settings) -> Settings:
         raise SettingsError(
             "repository: expected a model file or a repository, got both: "
             f"{settings.model_file} and {settings.repository}"
+        )
+    if settings.model_file is not None and settings.model_file.is_dir():
+        raise SettingsError(
+            f"model_file: expected a .onnx file, got the folder {settings.model_file}; "
+            f"for a folder use --repository {settings.model_file}"
         )
     if settings.model_file is None and settings.repository is None:
         raise SettingsError(

@@ -24,6 +24,9 @@ Dims = Sequence[int | str | None]
 # Batches of 8 rows, and a delay so that a test can fill one.
 WINDOW: dict[str, object] = {"max_batch_size": 8, "max_queue_delay_ms": 100}
 
+# Batches of 8 rows that run only when they cannot grow: longer than any test waits.
+FILL: dict[str, Any] = {"max_batch_size": 8, "max_queue_delay_ms": 60_000}
+
 DATATYPE_TO_ONNX = {
     "BOOL": TensorProto.BOOL,
     "UINT8": TensorProto.UINT8,

@@ -9,8 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+
+from loadtests.direct import get
 
 ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 120.0
@@ -47,16 +47,15 @@ class RunningServer:
 
     def get_json(self, path: str) -> Any:
         """The JSON answer to a GET that succeeds."""
-        with urllib.request.urlopen(self.url + path, timeout=30) as response:
-            return orjson.loads(response.read())
+        return orjson.loads(get(self.url + path, timeout_s=30))
 
     def is_ready(self) -> bool:
         """Whether it says that it is ready."""
         try:
-            with urllib.request.urlopen(f"{self.url}/v2/health/ready", timeout=5):
-                return True
+            get(f"{self.url}/v2/health/ready", timeout_s=5)
         except OSError:
             return False
+        return True
 
     def terminate(self) -> None:
         """Sends SIGTERM."""

@@ -111,6 +111,44 @@ def test_force_never_removes_what_is_no_demo(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.txt").exists()
 
 
+@pytest.mark.parametrize(
+    "foreign", ["models/fraud/model.yaml", "tables/users/rows.bin", "models/dlrm/2/model.onnx"]
+)
+def test_force_never_removes_a_repository_with_more_than_the_demo(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], foreign: str
+) -> None:
+    directory = tmp_path / "demo"
+    write_demo(directory, num_rows=100)
+    (directory / foreign).parent.mkdir()
+    (directory / foreign).write_text("years of work")
+    before = files(directory)
+    assert run_cli(str(directory), "--rows", "200", "--force") == 2
+    name = str(Path(foreign).parent)
+    assert f"holds more than a demo: {name}; remove it yourself" in capsys.readouterr().err
+    assert files(directory) == before
+
+
+def test_force_never_removes_a_model_that_only_has_the_name_of_the_demo(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "demo"
+    write_demo(directory, num_rows=100)
+    (directory / "models" / "dlrm" / "model.yaml").write_text("backend: onnxruntime\n")
+    before = files(directory)
+    assert run_cli(str(directory), "--rows", "200", "--force") == 2
+    assert "is no demo: models/dlrm/model.yaml does not begin" in capsys.readouterr().err
+    assert files(directory) == before
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    assert run_cli(str(tmp_path / "file" / "demo"), "--rows", "100") == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("hotshelf demo init: ")
+
+
 def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
     (tmp_path / "demo").mkdir()
     write_demo(tmp_path / "demo", num_rows=100)
@@ -121,7 +159,9 @@ def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--rows", "25"), "--rows: expected at least 26 (one a table), got 25"),
+        (("--rows", "2000000001"), "--rows: expected at most 2000000000, got 2000000001"),
         (("--dim", "0"), "--dim: expected at least 1, got 0"),
+        (("--dim", "70000"), "--dim: expected at most 65536, got 70000"),
         (("--seed", "-1"), "--seed: expected a number from 0 up, got -1"),
     ],
 )

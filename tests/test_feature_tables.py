@@ -30,9 +30,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
 
 
+def http_client(server: RunningServer) -> httpx.Client:
+    return httpx.Client(base_url=server.url, timeout=60, trust_env=False)
+
+
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as client:
+    with http_client(server) as client:
         yield client
 
 
@@ -85,11 +89,18 @@ def test_rows_come_from_every_tier_and_are_the_same(client: httpx.Client) -> Non
 def test_repeated_keys_give_one_row_a_position(client: httpx.Client, keys: list[int]) -> None:
     """Cold, spilled to the host, and in the device tier."""
     expected = [[0.0] * 4 if key == 5000 else rows_of([key])[0].tolist() for key in keys]
+    num_present = sum(key != 5000 for key in keys)
+    num_rows = len({*keys} - {5000})
     look_up(client, range(300, 700))  # both keys leave both tiers
-    for evicted_by in (None, range(100, 200), None):
+    for tier, evicted_by in (("source", None), ("host", range(100, 200)), ("device", None)):
         if evicted_by is not None:
             look_up(client, evicted_by)
-        assert look_up(client, keys)["rows"] == expected
+        answer = look_up(client, keys)
+        assert answer["rows"] == expected
+        # The first position of a row says where it was; by the next one it is in the device tier.
+        tiers = {"device": num_present - num_rows, "host": 0, "source": 0}
+        tiers[tier] += num_rows
+        assert {name: answer[name] for name in tiers} == tiers
 
 
 def test_repeats_of_an_absent_row_count_as_hits(client: httpx.Client) -> None:
@@ -136,7 +147,7 @@ def test_rows_in_use_are_not_evicted(server: RunningServer) -> None:
 
     def run(seed: int) -> None:
         random = np.random.default_rng(seed)
-        with httpx.Client(base_url=server.url, timeout=60) as client:
+        with http_client(server) as client:
             for _ in range(200):
                 keys = random.choice(1000, 48, replace=False).tolist()
                 rows = infer(client, [keys])[0] if seed % 2 else look_up(client, keys)["rows"]
@@ -144,7 +155,7 @@ def test_rows_in_use_are_not_evicted(server: RunningServer) -> None:
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(run, range(16)))
-    with httpx.Client(base_url=server.url) as client:
+    with http_client(server) as client:
         for tier, num_slots in (("device", 64), ("host", 256)):
             rows = [
                 metric(client, "table_rows", table=name, tier=tier) for name in ("feat", "other")
@@ -158,7 +169,7 @@ def test_a_row_file_that_became_short_fails_the_request_and_not_the_server(tmp_p
     model_zoo.sum_features(tmp_path, "feat")
     with (
         running_server(tmp_path, *SIZES) as server,
-        httpx.Client(base_url=server.url, timeout=30) as client,
+        http_client(server) as client,
     ):
         look_up(client, range(10))
         with (table / "rows.bin").open("r+b") as file:

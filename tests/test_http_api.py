@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import http.client
 import json
+import math
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from numpy.typing import NDArray
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests import model_zoo
@@ -205,6 +208,12 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model_zoo.nanmodel(root)
     model_zoo.two_dims(root)
     model_zoo.wrong_rows(root)
+    model_zoo.wrong_rows(root, "last_row_cut", max_batch_size=0)
+    model_zoo.identity(root, name="fill_fp32", **model_zoo.FILL)
+    model_zoo.identity(root, name="one_row", **model_zoo.FILL | {"max_batch_size": 1})
+    model_zoo.gather(root, "fill_gather", **model_zoo.FILL)
+    model_zoo.two_dims(root, "fill_two_dims", **model_zoo.FILL)
+    model_zoo.two_inputs(root, "fill_two_inputs", **model_zoo.FILL)
     model_zoo.unbatched(root)
     model_zoo.feature_table(root)
     model_zoo.feature_table(root, "strict", absent="error")
@@ -404,40 +413,8 @@ def test_text(server: RunningServer) -> None:
     assert answer.json["outputs"][0]["data"] == ["a", "é", ""]
 
 
-def test_zero_rows_are_answered_and_do_not_disturb_others(server: RunningServer) -> None:
-    before = model_stats(server, "id_fp32")
-    empty = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [0, 4], "data": []}]}
-    answer = infer(server, "id_fp32", empty)
-    assert answer.json["outputs"][0]["shape"] == [0, 4]
-    assert answer.json["outputs"][0]["data"] == []
-    body, header = binary_x(np.empty((0, 4)))
-    assert binary_outputs(infer(server, "id_fp32", body, header)) == {"y": b""}
-    with ThreadPoolExecutor(2) as pool:
-        neighbour = pool.submit(infer, server, "id_fp32", x([[k] * 4 for k in range(3)]))
-        assert pool.submit(infer, server, "id_fp32", empty).result().status == 200
-    assert neighbour.result().json["outputs"][0]["data"] == [0] * 4 + [1] * 4 + [2] * 4
-    after = model_stats(server, "id_fp32")
-    assert after["inference_count"] - before["inference_count"] == 3
-    assert count(after, "success") - count(before, "success") == 4
-
-
 def count(stats: Any, what: str) -> int:
     return int(stats["inference_stats"][what]["count"])
-
-
-def test_the_batch_limit_counts_rows(server: RunningServer) -> None:
-    answer = infer(server, "id_fp32", x([[0] * 4] * 9))
-    assert answer.status == 400
-    assert answer.error == "input 'x': expected at most 8 rows (max_batch_size), got 9"
-    assert infer(server, "id_fp32", x([[0] * 4] * 8)).status == 200
-    with ThreadPoolExecutor(16) as pool:
-        fives = [pool.submit(infer, server, "id_fp32", x([[k] * 4] * 5)) for k in range(2)]
-        ones = [pool.submit(infer, server, "id_fp32", x([[k] * 4])) for k in range(14)]
-    for number, future in enumerate([*fives, *ones]):
-        answer = future.result()
-        assert answer.status == 200
-        assert set(answer.json["outputs"][0]["data"]) == {number if number < 2 else number - 2}
-    assert max(batch["batch_size"] for batch in model_stats(server, "id_fp32")["batch_stats"]) <= 8
 
 
 def test_a_model_without_a_batch_dimension(server: RunningServer) -> None:
@@ -471,34 +448,6 @@ def test_rows_are_never_handed_out_by_guess(server: RunningServer) -> None:
     assert "output 'y'" in answer.error
 
 
-def test_only_the_faulty_request_of_a_batch_fails(server: RunningServer) -> None:
-    before = model_stats(server, "gather")
-    indices = [0, 1, 2, 99, 3, 4, 5, 6]
-    bodies: list[Any] = [{"inputs": [tensor("idx", "INT64", [i])]} for i in indices]
-    bodies.append({"inputs": [tensor("idx", "INT64", [[1]])]})
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        answers = list(pool.map(lambda body: infer(server, "gather", body), bodies))
-    assert answers.pop().status == 400
-    for index, answer in zip(indices, answers, strict=True):
-        if index == 99:
-            assert 400 <= answer.status < 600
-            assert answer.error
-        else:
-            data = answer.json["outputs"][0]["data"]
-            assert data == [4 * index, 4 * index + 1, 4 * index + 2, 4 * index + 3]
-    after = model_stats(server, "gather")
-    assert count(after, "success") - count(before, "success") == 7
-    assert count(after, "fail") - count(before, "fail") == 2
-
-
-def test_different_shapes_never_share_a_batch(server: RunningServer) -> None:
-    shapes = [(1, 3), (1, 5), (2, 3)]
-    with ThreadPoolExecutor(3) as pool:
-        answers = list(pool.map(lambda s: infer(server, "two_dims", x(np.full(s, 7.0))), shapes))
-    for shape, answer in zip(shapes, answers, strict=True):
-        assert answer.json["outputs"][0]["shape"] == list(shape)
-
-
 def test_features_are_looked_up_and_absent_keys_are_told(server: RunningServer) -> None:
     rows = model_zoo.feature_rows()
     body = {"inputs": [tensor("keys", "INT64", [[7, 3], [7, 999]])], "outputs": [{"name": "rows"}]}
@@ -510,7 +459,241 @@ def test_features_are_looked_up_and_absent_keys_are_told(server: RunningServer) 
     assert infer(server, "sum_features", body).json["parameters"] == {"absent_keys": 1}
 
 
+# ---- batches: the models `fill_...` run nothing but a batch that cannot grow
+
+
+def distinct(*shape: int, first: int = 0) -> NDArray[np.float32]:
+    """Numbers that count up from `first`."""
+    return np.arange(first, first + math.prod(shape), dtype=np.float32).reshape(shape)
+
+
+def check_output(answer: Answer, expected: NDArray[np.float32], name: str = "y") -> None:
+    """The output has these rows, and this shape."""
+    assert answer.status == 200, answer.body
+    (output,) = [output for output in answer.json["outputs"] if output["name"] == name]
+    assert output["shape"] == list(expected.shape)
+    assert output["data"] == expected.reshape(-1).tolist()
+
+
+def executions(server: RunningServer, model: str) -> Counter[int]:
+    """How many batches of each number of rows the model has run."""
+    stats = model_stats(server, model)
+    sizes = {batch["batch_size"]: batch["compute_infer"]["count"] for batch in stats["batch_stats"]}
+    assert sum(sizes.values()) == stats["execution_count"]
+    return Counter(sizes)
+
+
+def begin_queued(server: RunningServer, model: str, bodies: Sequence[Any]) -> list[Begun]:
+    """Sends requests that do not fill a batch together, and returns when all are queued."""
+    before = num_pending(server, model)
+    begun = [begin_infer(server, model, body) for body in bodies]
+    wait_for(lambda: num_pending(server, model) == before + len(bodies))
+    return begun
+
+
+def test_the_batch_limit_counts_rows(server: RunningServer) -> None:
+    before = executions(server, "fill_fp32")
+    answer = infer(server, "fill_fp32", x(distinct(9, 4)))
+    assert answer.status == 400
+    assert answer.error == "input 'x': expected at most 8 rows (max_batch_size), got 9"
+    full = distinct(8, 4)
+    check_output(infer(server, "fill_fp32", x(full)), full)
+    assert executions(server, "fill_fp32") - before == {8: 1}
+
+
+def test_requests_that_do_not_fit_together_run_apart(server: RunningServer) -> None:
+    before = executions(server, "fill_fp32")
+    fives = [distinct(5, 4), distinct(5, 4, first=100)]
+    begun = [begin_infer(server, "fill_fp32", x(rows)) for rows in fives]
+    wait_for(lambda: executions(server, "fill_fp32") - before == {5: 1})
+    assert num_pending(server, "fill_fp32") == 1
+    three = distinct(3, 4, first=200)
+    check_output(infer(server, "fill_fp32", x(three)), three)
+    for request, rows in zip(begun, fives, strict=True):
+        check_output(request.answer(), rows)
+    assert executions(server, "fill_fp32") - before == {5: 1, 8: 1}
+
+
+def test_sixteen_rows_make_two_batches(server: RunningServer) -> None:
+    before = executions(server, "fill_fp32")
+    rows = [distinct(1, 4, first=10 * number) for number in range(16)]
+    begun = [begin_infer(server, "fill_fp32", x(row)) for row in rows]
+    for request, row in zip(begun, rows, strict=True):
+        check_output(request.answer(), row)
+    assert executions(server, "fill_fp32") - before == {8: 2}
+
+
+def test_a_batch_limit_of_one(server: RunningServer) -> None:
+    before = executions(server, "one_row")
+    rows = [distinct(1, 4, first=10 * number) for number in range(4)]
+    begun = [begin_infer(server, "one_row", x(row)) for row in rows]
+    for request, row in zip(begun, rows, strict=True):
+        check_output(request.answer(), row)
+    assert executions(server, "one_row") - before == {1: 4}
+    answer = infer(server, "one_row", x(distinct(2, 4)))
+    assert answer.status == 400
+    assert answer.error == "input 'x': expected at most 1 rows (max_batch_size), got 2"
+
+
+def index_body(index: int) -> dict[str, Any]:
+    return {"inputs": [tensor("idx", "INT64", [index])]}
+
+
+@pytest.mark.parametrize("place", [0, 3, 6, 7])
+def test_only_the_faulty_request_of_a_batch_fails(server: RunningServer, place: int) -> None:
+    model = "fill_gather"
+    stats_before, before = model_stats(server, model), executions(server, model)
+    indices = [0, 1, 2, 3, 4, 5, 6]
+    indices.insert(place, 99)
+    # Seven wait and nothing has run, so that whatever runs them has the eighth with it.
+    begun = begin_queued(server, model, [index_body(index) for index in indices[:-1]])
+    assert infer(server, model, {"inputs": [tensor("idx", "INT64", [[1]])]}).status == 400
+    assert num_pending(server, model) == 7
+    assert executions(server, model) == before
+    begun.append(begin_infer(server, model, index_body(indices[-1])))
+    for index, request in zip(indices, begun, strict=True):
+        answer = request.answer()
+        if index == 99:
+            assert answer.status == 500
+            assert "idx=99" in answer.error
+        else:
+            check_output(answer, distinct(1, 4, first=4 * index))
+    assert executions(server, model) - before == {1: 7}
+    after = model_stats(server, model)
+    assert count(after, "success") - count(stats_before, "success") == 7
+    assert count(after, "fail") - count(stats_before, "fail") == 2
+
+
+def test_only_equal_inner_shapes_share_a_batch(server: RunningServer) -> None:
+    model = "fill_two_dims"
+    before = executions(server, model)
+    arrays = [distinct(1, 3), distinct(1, 5, first=100), distinct(2, 3, first=200)]
+    narrow, wide, narrow_too = begin_queued(server, model, [x(array) for array in arrays])
+    filler = distinct(5, 3, first=300)
+    check_output(infer(server, model, x(filler)), filler)
+    check_output(narrow.answer(), arrays[0])
+    check_output(narrow_too.answer(), arrays[2])
+    assert executions(server, model) - before == {8: 1}
+    assert num_pending(server, model) == 1
+    filler = distinct(7, 5, first=400)
+    check_output(infer(server, model, x(filler)), filler)
+    check_output(wide.answer(), arrays[1])
+    assert executions(server, model) - before == {8: 2}
+
+
+def test_the_inner_shapes_of_every_input_count(server: RunningServer) -> None:
+    model = "fill_two_inputs"
+    before = executions(server, model)
+
+    def arrays(num_rows: int, width_b: int, first: int) -> dict[str, NDArray[np.float32]]:
+        return {
+            "a": distinct(num_rows, 2, first=first),
+            "b": distinct(num_rows, width_b, first=first + 50),
+        }
+
+    def body(inputs: dict[str, NDArray[np.float32]]) -> dict[str, Any]:
+        return {"inputs": [tensor(name, "FP32", array) for name, array in inputs.items()]}
+
+    def check(answer: Answer, inputs: dict[str, NDArray[np.float32]]) -> None:
+        for name, array in inputs.items():
+            check_output(answer, array, f"{name}_out")
+
+    sent = [arrays(1, 3, 0), arrays(1, 4, 100), arrays(3, 3, 200)]
+    narrow, wide, narrow_too = begin_queued(server, model, [body(inputs) for inputs in sent])
+    filler = arrays(4, 3, 300)
+    check(infer(server, model, body(filler)), filler)
+    check(narrow.answer(), sent[0])
+    check(narrow_too.answer(), sent[2])
+    assert num_pending(server, model) == 1
+    filler = arrays(7, 4, 400)
+    check(infer(server, model, body(filler)), filler)
+    check(wide.answer(), sent[1])
+    assert executions(server, model) - before == {8: 2}
+
+
+@pytest.mark.parametrize("model", ["fill_fp32", "fill_two_dims"])
+def test_requests_without_rows_do_not_wait(server: RunningServer, model: str) -> None:
+    before = model_stats(server, model)
+    begun = [begin_infer(server, model, x(distinct(0, 4))) for _ in range(5)]
+    for request in begun:
+        check_output(request.answer(), distinct(0, 4))
+    body, header = binary_x(distinct(0, 4))
+    assert binary_outputs(infer(server, model, body, header)) == {"y": b""}
+    after = model_stats(server, model)
+    assert after["inference_count"] == before["inference_count"]
+    assert count(after, "success") - count(before, "success") == 6
+    assert num_pending(server, model) == 0
+
+
+@pytest.mark.parametrize("model", ["fill_fp32", "fill_two_dims"])
+def test_requests_without_rows_do_not_disturb_others(server: RunningServer, model: str) -> None:
+    """They share the batch when only a run tells the shape of the output."""
+    before, sizes_before = model_stats(server, model), executions(server, model)
+    three, five = distinct(3, 4), distinct(5, 4, first=100)
+    (neighbour,) = begin_queued(server, model, [x(three)])
+    empty = begin_infer(server, model, x(distinct(0, 4)))
+    if model == "fill_fp32":
+        check_output(empty.answer(), distinct(0, 4))
+        assert num_pending(server, model) == 1
+    else:
+        wait_for(lambda: num_pending(server, model) == 2)
+    check_output(infer(server, model, x(five)), five)
+    check_output(neighbour.answer(), three)
+    if model != "fill_fp32":
+        check_output(empty.answer(), distinct(0, 4))
+    after = model_stats(server, model)
+    assert executions(server, model) - sizes_before == {8: 1}
+    assert after["inference_count"] - before["inference_count"] == 8
+    assert count(after, "success") - count(before, "success") == 3
+
+
+def test_outputs_without_rows(server: RunningServer) -> None:
+    check_output(infer(server, "last_row_cut", x(distinct(1, 4))), distinct(0, 4))
+    body, header = binary_x(distinct(1, 4))
+    assert binary_outputs(infer(server, "last_row_cut", body, header)) == {"y": b""}
+
+
 # ---- faults of the body
+
+
+NESTED = [[1, 2, 3, 4], [5, 6, 7, 8]]
+FLAT = [value for row in NESTED for value in row]
+
+
+@pytest.mark.parametrize("data", [FLAT, NESTED])
+def test_data_is_flat_or_nested_as_the_shape(server: RunningServer, data: Any) -> None:
+    answer = infer(server, "id_fp32", {"inputs": [tensor("x", "FP32", NESTED, data=data)]})
+    check_output(answer, np.array(NESTED, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"data": FLAT[:7]}, "expected 8 values for shape [2, 4], got 7"),
+        ({"data": [*FLAT, 9]}, "expected 8 values for shape [2, 4], got 9"),
+        ({"data": [[1, 2, 3, 4], [5, 6, 7]]}, "flat or nested as [2, 4], got another nesting"),
+        ({"data": [[1, 2], [3, 4], [5, 6], [7, 8]]}, "flat or nested as [2, 4]"),
+        ({"data": [[[1, 2, 3, 4]], [[5, 6, 7, 8]]]}, "flat or nested as [2, 4]"),
+        ({"data": [1, 2, 3, 4, [5, 6, 7, 8]]}, "expected 8 values for shape [2, 4], got 5"),
+        ({"data": {}}, "expected a list as 'data', got {}"),
+        ({"data": None}, "expected a list as 'data', got null"),
+        ({"data": ...}, "expected a list as 'data', got null"),
+        ({"data": "abc"}, "expected a list as 'data', got \"abc\""),
+        ({"shape": [1, 2, 2]}, "expected 2 dimensions, [-1, 4], got 3, [1,2,2]"),
+        ({"shape": [4, 2]}, "expected shape [-1, 4], got [4,2]"),
+        ({"datatype": "INT32"}, 'expected datatype FP32, got "INT32"'),
+    ],
+)
+def test_shape_and_data_that_disagree(
+    server: RunningServer, fields: dict[str, Any], text: str
+) -> None:
+    """An ellipsis stands for a field that is missing."""
+    given = tensor("x", "FP32", NESTED) | fields
+    given = {name: value for name, value in given.items() if value is not ...}
+    answer = infer(server, "id_fp32", {"inputs": [given]})
+    assert answer.status == 400
+    assert answer.error.startswith("input 'x': ")
+    assert text in answer.error
 
 
 @pytest.mark.parametrize(
@@ -859,16 +1042,15 @@ def test_every_metric_is_documented(server: RunningServer) -> None:
 
 def test_a_timeout_in_the_queue_fires_while_the_model_is_busy(server: RunningServer) -> None:
     before = model_stats(server, "slow")
-    busy = occupy_slow(server, 2.0)
-    started_s = time.monotonic()
+    busy = occupy_slow(server, 3.0)
     timeout = {"parameters": {"timeout": 300_000}}  # microseconds
     answer = infer(server, "slow", slow_body(0.001) | timeout)
-    waited_s = time.monotonic() - started_s
+    meanwhile = model_stats(server, "slow")
+    assert meanwhile["execution_count"] == before["execution_count"], "the model is not busy"
     assert busy.answer().status == 200
     assert answer.status == 503
     assert answer.headers["retry-after"] == "1"
     assert "timeout" in answer.error
-    assert 0.25 < waited_s < 1.5
     after = model_stats(server, "slow")
     assert after["execution_count"] - before["execution_count"] == 1
     assert infer(server, "slow", slow_body(0.001)).status == 200
@@ -986,9 +1168,12 @@ def test_the_examples_of_the_documentation_work(server: RunningServer) -> None:
 
 # ---- start and end
 
+# Longer than anybody waits for a server to end.
+LONG_GRACE_S = "600"
+
 
 def test_sigterm_finishes_what_was_accepted(repository: Path) -> None:
-    with running_server(repository, "--shutdown-grace-s", "60") as server:
+    with running_server(repository, "--shutdown-grace-s", LONG_GRACE_S) as server:
         idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
         kept = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         kept.request("GET", "/v2/health/live")
@@ -997,7 +1182,7 @@ def test_sigterm_finishes_what_was_accepted(repository: Path) -> None:
         queued = [begin_infer(server, "slow", slow_body(0.5)) for _ in range(5)]
         wait_for(lambda: num_pending(server, "slow") == 5)
         server.terminate()
-        wait_for(lambda: not server.is_ready(), timeout_s=1)
+        wait_for(lambda: not server.is_ready())
         kept.request("GET", "/v2/health/live")
         assert kept.getresponse().read() == b'{"live":true}'
         late = infer(server, "add1", x([[1, 2, 3, 4]]))
@@ -1005,9 +1190,7 @@ def test_sigterm_finishes_what_was_accepted(repository: Path) -> None:
         assert "shutting down" in late.error
         for begun in (running, *queued):
             assert begun.answer().status == 200
-        answered_s = time.monotonic()
         assert server.wait() == 0
-        assert time.monotonic() - answered_s < 5
         kept.close()
         for connection in idle:
             connection.close()
@@ -1015,47 +1198,42 @@ def test_sigterm_finishes_what_was_accepted(repository: Path) -> None:
 
 def test_what_outlasts_the_grace_is_answered_503(repository: Path) -> None:
     with running_server(repository, "--shutdown-grace-s", "0.5") as server:
-        accepted = [occupy_slow(server, 30)]
-        accepted += [begin_infer(server, "slow", slow_body(30)) for _ in range(2)]
+        accepted = [occupy_slow(server, 600)]
+        accepted += [begin_infer(server, "slow", slow_body(600)) for _ in range(2)]
         wait_for(lambda: num_pending(server, "slow") == 2)
-        started_s = time.monotonic()
         server.terminate()
         for begun in accepted:
             answer = begun.answer()
             assert answer.status == 503
             assert answer.error
         assert server.wait() == 0
-        assert time.monotonic() - started_s < 5
 
 
 def test_a_second_signal_ends_it_at_once(repository: Path) -> None:
-    with running_server(repository, "--shutdown-grace-s", "600") as server:
-        running = occupy_slow(server, 60)
+    with running_server(repository, "--shutdown-grace-s", LONG_GRACE_S) as server:
+        running = occupy_slow(server, 600)
         server.terminate()
         wait_for(lambda: not server.is_ready())
         server.process.send_signal(signal.SIGINT)
-        assert server.wait(5) == 128 + signal.SIGINT
+        assert server.wait() == 128 + signal.SIGINT
         running.close()
 
 
 def test_clients_that_stall_in_their_body_do_not_delay_the_end(repository: Path) -> None:
-    with running_server(repository, "--shutdown-grace-s", "60") as server:
+    with running_server(repository, "--shutdown-grace-s", LONG_GRACE_S) as server:
         paths = ("models/add1/infer", "tables/feat/lookup", "repository/index")
         stalled = [begin_body(server, f"/v2/{path}") for path in paths]
         assert infer(server, "add1", x([[1, 2, 3, 4]])).status == 200
-        started_s = time.monotonic()
         server.terminate()
         for begun in stalled:
             assert begun.answer().status == 503
         assert server.wait() == 0
-        assert time.monotonic() - started_s < 5
 
 
 def stuck_model(root: Path) -> None:
-    """A model that never ends loading: its file is a pipe that nobody writes to."""
-    path = root / "models" / "stuck" / "1" / "model.onnx"
-    path.parent.mkdir(parents=True)
-    os.mkfifo(path)
+    """A model that never ends loading: its `model.yaml` is a pipe that nobody writes to."""
+    path = model_zoo.add1(root, "stuck")
+    os.mkfifo(path.parents[1] / "model.yaml")
 
 
 def test_a_model_that_is_still_loading_is_unavailable_and_does_not_delay_the_end(
@@ -1075,9 +1253,10 @@ def test_a_model_that_is_still_loading_is_unavailable_and_does_not_delay_the_end
         (entry,) = call(server, "POST", "/v2/repository/index").json
         assert entry["state"] == "LOADING"
         server.terminate()
-        assert server.wait(10) == 0
+        assert server.wait() == 0
     finally:
         server.process.kill()
+        server.process.wait()
 
 
 def is_live(server: RunningServer) -> bool:
@@ -1094,7 +1273,7 @@ def test_a_load_that_does_not_end_does_not_delay_the_end(tmp_path: Path) -> None
         wait_for(lambda: "LOADING" in call(server, "POST", "/v2/repository/index").body.decode())
         server.terminate()
         assert loading.answer().status == 503
-        assert server.wait(10) == 0
+        assert server.wait() == 0
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

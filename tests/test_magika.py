@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from tests.serving import ROOT, RunningServer, running_server
 
 LENGTH_HEADER = "Inference-Header-Content-Length"
+# The server is on this machine, whatever proxy the environment names.
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class RemoteSession:
@@ -62,7 +64,7 @@ class RemoteSession:
         header = json.dumps(message).encode()
         body = header + b"".join(array.tobytes() for array in inputs.values())
         request = urllib.request.Request(self._url, body, {LENGTH_HEADER: str(len(header))})
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with OPENER.open(request, timeout=60) as response:
             length = int(response.headers[LENGTH_HEADER])
             described = json.loads(response.read(length))["outputs"]
             return [
@@ -96,6 +98,8 @@ def test_files_are_recognised_over_http_as_in_process(server: RunningServer) -> 
     in_process, over_http = Magika(), Magika()
     session = onnxruntime.InferenceSession(model_file(), providers=["CPUExecutionProvider"])
     remote = RemoteSession(server, session)
+    # Magika makes its session itself, from a model file: no public argument or method lets it ask
+    # somebody else.
     over_http._onnx_session = remote
     files = real_files()
     together = over_http.identify_paths(files)

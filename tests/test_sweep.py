@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections import OrderedDict
 from pathlib import Path
 
@@ -24,14 +24,21 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from loadtests.demo import write_demo
-from loadtests.measure import is_steady
+from loadtests.measure import PointMeasurer, Trace, is_steady
 from loadtests.noise import Noise, measure_noise, write_noise
-from loadtests.preload import recent_rows
+from loadtests.preload import preload, recent_rows
 from loadtests.report import write_report
-from loadtests.results import Row, format_bytes, format_table, judge, write_summary
+from loadtests.results import FAILED, Row, format_bytes, format_table, judge, write_summary
 from loadtests.samples import Summary
-from loadtests.server_process import Counters, child_environment, page_faults
+from loadtests.server_process import (
+    Counters,
+    ServerFailedError,
+    ServerProcess,
+    child_environment,
+    page_faults,
+)
 from loadtests.sweep import add_arguments, main
+from loadtests.workloads import Workload
 
 GOOD = Summary(
     planned_rate=100,
@@ -225,6 +232,15 @@ def test_several_rates_draw_latency_against_throughput(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("*.png")] == ["p99_vs_rate.png"]
 
 
+def test_a_failed_point_has_no_part_in_the_title(tmp_path: Path) -> None:
+    rows = [dataclasses.replace(row, rate=140) for row in rows_of_a_sweep()]
+    rows[5] = dataclasses.replace(rows[5], rate=0)
+    write_report(tmp_path, rows, NOISE, tmp_path, {})
+    page = (tmp_path / "report.html").read_text()
+    assert "Latency against cache size at 140 requests/s" in page
+    assert "Latency against throughput" not in page
+
+
 def test_a_sweep_in_which_nothing_worked_still_has_a_report(tmp_path: Path) -> None:
     rows = [Row("none", 1, 1000, rate=0, note="no server")]
     write_report(tmp_path, rows, NOISE, tmp_path, {})
@@ -271,6 +287,11 @@ def test_what_cannot_be_measured_is_refused(
         (("--points", "0"), "expected a number above 0, got '0'"),
         (("--series", "none,disk"), "expected some of none, host, got 'disk'"),
         (("--rows-per-request", "0"), "expected a whole number from 1 up, got 0"),
+        (("--zipf-exponent", "nan"), "expected a number from 0 up, got 'nan'"),
+        (("--zipf-exponent", "inf"), "expected a number from 0 up, got 'inf'"),
+        (("--error-threshold", "nan"), "expected a number from 0 to 1, got 'nan'"),
+        (("--error-threshold=-1",), "expected a number from 0 to 1, got '-1'"),
+        (("--error-threshold", "2"), "expected a number from 0 to 1, got '2'"),
     ],
 )
 def test_a_bad_option_says_what_is_allowed(
@@ -309,7 +330,7 @@ def test_a_small_sweep_of_real_servers(tmp_path: Path, capsys: pytest.CaptureFix
         assert float(row["mean_batch_rows"]) >= 4
     assert "100 %" in printed
     assert "With no server running, a task of" in printed
-    assert str(out / "report.html") in printed
+    assert f"picture: {out / 'p99_vs_cache.png'}\nreport: {out / 'report.html'}\n" in printed
 
 
 @pytest.mark.slow
@@ -347,6 +368,55 @@ def test_an_interrupted_sweep_stops_what_it_started_and_keeps_what_it_measured(
     assert int(row["num_ok"]) > 20
     assert "interrupted" in (out / "report.html").read_text()
     assert str(out / "report.html") in printed
+
+
+def test_a_server_that_does_not_start_is_a_failed_point_at_the_rate_of_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> ServerProcess:
+        raise ServerFailedError("the server did not start")
+
+    monkeypatch.setattr("loadtests.measure.ServerProcess", fail)
+    keys, dense = np.zeros((8, 1), np.int64), np.zeros((8, 13), np.float32)
+    trace = Trace(["t"], [10], 64, Workload(keys, dense))
+    with PointMeasurer(Namespace(repository=tmp_path), trace, tmp_path / "out") as measurer:
+        measurer.measure("none", 10, [140.0], on_stage=lambda _: None)
+        measurer.measure("none", 20, [], on_stage=lambda _: None)
+    assert [(row.rate, row.state) for row in measurer.rows] == [(140, FAILED), (0, FAILED)]
+
+
+def test_the_settings_of_the_shell_do_not_reach_a_measured_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOTSHELF_IO", "buffered")
+    monkeypatch.setenv("LANG", "C")
+    environment = child_environment()
+    assert environment["LANG"] == "C"
+    assert not [name for name in environment if name.startswith("HOTSHELF_")]
+
+
+def test_the_preload_asks_for_all_rows_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, list[np.ndarray]] = {"a": [], "b": [], "c": []}
+    monkeypatch.setattr(
+        "loadtests.preload._look_up", lambda port, table, keys: asked[table].append(keys)
+    )
+    preload(0, ["a", "b", "c"], [[np.arange(20_000), np.arange(3), np.arange(0)]])
+    assert sorted(map(len, asked["a"])) == [3616, 8192, 8192]
+    assert sorted(np.concatenate(asked["a"]).tolist()) == list(range(20_000))
+    assert [keys.tolist() for keys in asked["b"]] == [[0, 1, 2]]
+    assert asked["c"] == []
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_demo(tmp_path / "demo", num_rows=2000)
+    (tmp_path / "file").write_text("no folder")
+    out = tmp_path / "file" / "out"
+    assert run_cli("--repository", str(tmp_path / "demo"), "--out", str(out)) == 1
+    [line] = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert line.startswith("hotshelf sweep: ")
+    assert "Not a directory" in line
 
 
 def test_a_table_that_is_broken_is_named_before_the_sweep_begins(

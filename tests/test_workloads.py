@@ -97,3 +97,9 @@ def test_after_the_last_sample_comes_the_first() -> None:
 def test_an_unknown_profile_is_refused() -> None:
     with pytest.raises(WorkloadError, match="expected ads or zipf, got 'even'"):
         make_workload([10], profile="even")
+
+
+@pytest.mark.parametrize("exponent", [-1, float("nan"), float("inf")])
+def test_an_exponent_that_is_no_number_from_0_up_is_refused(exponent: float) -> None:
+    with pytest.raises(WorkloadError, match="zipf exponent: expected a number from 0 up"):
+        zipf_keys([10], 10, exponent, seed=0)
