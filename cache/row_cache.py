@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from cache import lru, slab_index
 from cache.arena import Arena
 from cache.device import Device, Event, Output, SlabMemory
+from cache.layout import SlabLayout
 from cache.plan import Plan, closed_plan, new_plan
 from cache.slab_index import (
     FETCHED,
@@ -28,30 +29,6 @@ from cache.slab_index import (
 )
 from cache.sources import Source
 from cache.table import Table
-
-
-@dataclass(frozen=True, slots=True)
-class SlabLayout:
-    """Sizes of a slab, in slots.
-
-    `num_staging_slots` are host slots beside the host tier: rows pass through them on their way
-    from the source, and spilled rows wait in them. With `is_inclusive` the host tier holds every
-    row and there is no staging.
-    """
-
-    slot_bytes: int
-    num_device_slots: int
-    num_host_slots: int
-    num_staging_slots: int
-    max_positions: int
-    is_inclusive: bool
-
-    @property
-    def mode(self) -> str:
-        """`inclusive`, `spill`, or `none` where there is no host tier."""
-        if self.is_inclusive:
-            return "inclusive"
-        return "spill" if self.num_host_slots else "none"
 
 
 @dataclass(eq=False, slots=True)
@@ -197,7 +174,7 @@ class RowCache:
         try:
             if flight is not None:
                 self._fetch(flight, frame)
-        except BaseException:
+        except BaseException:  # whatever it was, no lease may outlive it
             self._abandon(frame, num_positions)
             raise
         for other in joined:

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from cache.budget import Budget
 from cache.device import CpuDevice, Event, Output, SlabMemory, Stream
 from cache.errors import SourceError
+from cache.layout import SlabLayout
 from cache.plan import Plan, check_plan
-from cache.row_cache import RowCache, SlabLayout
+from cache.row_cache import RowCache
 from cache.table import Table
 
 

@@ -8,7 +8,6 @@ import http.client
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,6 @@ import orjson
 import pytest
 
 from cache import FeatureCache, open_device
-from cache.feature_cache import Frame
 from models.errors import ModelLoadError
 from models.onnx_backend import _reason
 from models.onnx_files import model_files
@@ -30,6 +28,7 @@ from server.service import StartError, _bind
 from server.settings import SettingsError, read_settings
 from tests import model_zoo
 from tests.serving import RunningServer, running_server
+from tests.stuck_cache import StuckCache, stuck_cache
 
 BODY = json.dumps(
     {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}
@@ -116,34 +115,10 @@ def test_a_tunnel_is_refused_and_nothing_after_it_is_read(server: RunningServer)
 # ---- table lookups that wait
 
 
-class StuckCache(FeatureCache):
-    """Lookups wait for `gate`, like those on a disk that does not answer."""
-
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)  # type: ignore[arg-type]
-        self.num_entered = 0
-        self.entered = threading.Event()
-        self.gate = threading.Event()
-
-    @contextmanager
-    def frame(self) -> Iterator[Frame]:
-        self.num_entered += 1
-        self.entered.set()
-        assert self.gate.wait(timeout=10)
-        with super().frame() as frame:
-            yield frame
-
-
 @pytest.fixture
 def features(tmp_path: Path) -> Iterator[StuckCache]:
-    model_zoo.feature_table(tmp_path)
-    device = open_device("cpu", max_bytes=1 << 20, max_host_bytes=1 << 20)
-    features = StuckCache.open(
-        tmp_path / "tables", device, table_memory_bytes=1 << 16, host_memory_bytes=1 << 16
-    )
-    assert isinstance(features, StuckCache)
-    yield features
-    features.close()
+    with stuck_cache(tmp_path) as features:
+        yield features
 
 
 def test_the_queue_of_lookups_is_bounded_and_cancelled_ones_leave_it(features: StuckCache) -> None:

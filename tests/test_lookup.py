@@ -3,46 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import orjson
 import pytest
 
-from cache import FeatureCache, open_device
-from cache.feature_cache import Frame
 from server.lookup import TableLookup
-from tests import model_zoo
-
-
-class StuckCache(FeatureCache):
-    """Lookups wait for `gate`, like those on a disk that does not answer."""
-
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)  # type: ignore[arg-type]
-        self.entered = threading.Event()
-        self.gate = threading.Event()
-
-    @contextmanager
-    def frame(self) -> Iterator[Frame]:
-        self.entered.set()
-        assert self.gate.wait(timeout=10)
-        with super().frame() as frame:
-            yield frame
+from tests.stuck_cache import StuckCache, stuck_cache
 
 
 @pytest.fixture
 def features(tmp_path: Path) -> Iterator[StuckCache]:
-    model_zoo.feature_table(tmp_path)
-    device = open_device("cpu", max_bytes=1 << 20, max_host_bytes=1 << 20)
-    features = StuckCache.open(
-        tmp_path / "tables", device, table_memory_bytes=1 << 16, host_memory_bytes=1 << 16
-    )
-    assert isinstance(features, StuckCache)
-    yield features
-    features.close()
+    with stuck_cache(tmp_path) as features:
+        yield features
 
 
 def test_a_lookup_that_does_not_end_is_told_and_those_behind_it_are_dropped(
