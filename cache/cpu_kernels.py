@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.jit import compiled
-from cache.plan import TIER_ABSENT, TIER_DEVICE, Plan
+from cache.plan import TIER_ABSENT, TIER_BITS, TIER_DEVICE, TIER_MASK, Plan
 
 Rows = NDArray[np.float32]  # [num_slots, slot_bytes / 4]
 
@@ -35,8 +35,8 @@ def read_rows(
     """
     dim = out.shape[1]
     for index in range(out.shape[0]):
-        tier = plan.read_tier[first + index]
-        slot = plan.read_slot[first + index]
+        tier = plan.reads[first + index] & TIER_MASK
+        slot = plan.reads[first + index] >> TIER_BITS
         if tier == TIER_DEVICE:
             for column in range(dim):
                 out[index, column] = device[slot, column]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -12,7 +13,8 @@ from cache import cpu_kernels
 from cache.arena import Arena, CpuArena
 from cache.budget import Budget
 from cache.errors import CacheError
-from cache.plan import Plan
+from cache.plan import Plan, closed_plan, new_plan
+from cache.row_format import RowFormat
 
 
 class DeviceError(CacheError):
@@ -20,22 +22,42 @@ class DeviceError(CacheError):
 
 
 class SlabMemory(NamedTuple):
-    """The bytes of a slab: both tiers' slots, float32 [num_slots, slot_bytes / 4], and defaults.
+    """The bytes of a slab: both tiers' slots, [num_slots, slot_bytes / itemsize], and defaults.
 
-    `default_of[table]` is the value of an absent key's row. `device` and `default_of` are device
-    arrays; `host` is host memory that the device can read and write.
+    The dtype is that of `row_format`. `default_of[table]`, float32, is the value of an absent key's
+    row. `device` and `default_of` are device arrays; `host` is host memory that the device can
+    read and write. With scales, `device_scales` and `host_scales` are float32 [num_slots] of the
+    same memories.
     """
 
     device: Any
     host: Any
     default_of: Any
+    row_format: RowFormat = RowFormat.FLOAT32
+    device_scales: Any = None
+    host_scales: Any = None
+
+
+class Pooling(IntEnum):
+    """What becomes of the rows of a bag; sums run from left to right in float32."""
+
+    NONE = 0  # a bag is one position
+    SUM = 1
+    MEAN = 2
 
 
 class Output(NamedTuple):
-    """Where the rows of a plan's positions from `first` on go: a device array [n, dim]."""
+    """Where the rows of a plan's positions from `first` on go: float32 [n, dim], C-contiguous.
+
+    `rows` is a device array, or host memory that the device can write. With a `pooling`, row b is
+    made of the positions from `first + offsets[b]` to `first + offsets[b + 1]`; `offsets` is int64
+    [n + 1] in host memory. An empty bag gives zeros.
+    """
 
     first: int
     rows: Any
+    pooling: Pooling = Pooling.NONE
+    offsets: NDArray[np.int64] | None = None
 
 
 class Event(Protocol):
@@ -51,6 +73,38 @@ class Stream(Protocol):
     def record(self) -> Event:
         """An event after everything that is enqueued so far."""
 
+    def wait_for(self, event: Event) -> None:
+        """Let what is enqueued from now on begin after the event; does not block."""
+
+
+class PlanBuffer(Protocol):
+    """Memory of one plan at a time, where the device reads it fast."""
+
+    plan: Plan
+
+    def close(self) -> None:
+        """Give the memory back; nothing may be using it."""
+
+
+class Buffers(Protocol):
+    """Memory of the inputs of one batch at a time; it grows to the largest batch and stays."""
+
+    def rows(self, name: str, num_keys: int, dim: int) -> Any:
+        """A float32 array [num_keys, dim] to look rows up into; valid until the next batch."""
+
+    def put(self, name: str, parts: Sequence[NDArray[Any]]) -> Any:
+        """The parts joined along their first axis, where the model reads them.
+
+        A copy to the device is enqueued, not awaited; the parts may change after the call. Arrays
+        of objects stay on the host. On the host, one part is returned as it is.
+        """
+
+    def copied(self) -> Event:
+        """An event after all copies so far."""
+
+    def close(self) -> None:
+        """Give the memory back; nothing may be using it."""
+
 
 class Device(Protocol):
     """The near shelf: memory that models read, a host memory it can reach, and the kernels."""
@@ -58,6 +112,7 @@ class Device(Protocol):
     name: str
     budget: Budget
     host_budget: Budget
+    compute: Stream  # of all models
 
     def reserve(self, owner: str, max_bytes: int) -> Arena:
         """Reserve device memory; commits are charged to `budget` as `owner`."""
@@ -71,15 +126,29 @@ class Device(Protocol):
     def new_stream(self) -> Stream:
         """A stream; one slab has one."""
 
+    def new_plan_buffer(self, max_positions: int) -> PlanBuffer:
+        """Memory for plans of at most `max_positions` positions."""
+
+    def new_buffers(self, *, is_on_host: bool = False) -> Buffers:
+        """Memory for inputs: of the device, or of the host where the device can write."""
+
     def execute(
-        self, stream: Stream, plan: Plan, memory: SlabMemory, outputs: Sequence[Output]
+        self,
+        stream: Stream,
+        buffer: PlanBuffer,
+        num_reads: int,
+        num_fills: int,
+        memory: SlabMemory,
+        outputs: Sequence[Output],
     ) -> None:
-        """Enqueue a plan: reads to `outputs`, spills and fills.
+        """Enqueue the plan in `buffer`: reads to `outputs`, spills, fills and all its moves.
 
         The caller holds the slab's mutex, so that plans are enqueued in the order in which they
-        were admitted. `plan` and `outputs` stay as they are until an event recorded after this call
-        is done.
+        were admitted. The buffer stays as it is until an event recorded after this call is done.
         """
+
+    def close(self) -> None:
+        """Give everything back; nothing may be using it."""
 
 
 class DoneEvent:
@@ -96,6 +165,47 @@ class InlineStream:
         """An event that is done."""
         return DoneEvent()
 
+    def wait_for(self, event: Event) -> None:
+        """Block until the event, since the work that comes next is done at once."""
+        event.wait()
+
+
+class CpuPlanBuffer:
+    """A plan in plain memory."""
+
+    def __init__(self, max_positions: int) -> None:
+        self.plan = new_plan(max_positions)
+
+    def close(self) -> None:
+        """Nothing is to be given back."""
+
+
+class CpuBuffers:
+    """Inputs in plain memory."""
+
+    def __init__(self) -> None:
+        self._name_to_memory: dict[str, NDArray[np.float32]] = {}
+
+    def rows(self, name: str, num_keys: int, dim: int) -> NDArray[np.float32]:
+        """Memory that the next batch uses again."""
+        size = num_keys * dim
+        memory = self._name_to_memory.get(name)
+        if memory is None or memory.size < size:
+            memory = self._name_to_memory[name] = np.empty(size, dtype=np.float32)
+        return memory[:size].reshape(num_keys, dim)
+
+    def put(self, name: str, parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        """The part itself, or the parts in a new array."""
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def copied(self) -> Event:
+        """An event that is done."""
+        return DoneEvent()
+
+    def close(self) -> None:
+        """Drop the memory."""
+        self._name_to_memory.clear()
+
 
 class CpuDevice:
     """RAM as the near shelf: the same tiers, plans and budgets without a GPU."""
@@ -105,6 +215,7 @@ class CpuDevice:
     def __init__(self, budget: Budget, host_budget: Budget) -> None:
         self.budget = budget
         self.host_budget = host_budget
+        self.compute: Stream = InlineStream()
 
     def reserve(self, owner: str, max_bytes: int) -> Arena:
         """Reserve near memory."""
@@ -122,10 +233,25 @@ class CpuDevice:
         """A stream that works at once."""
         return InlineStream()
 
+    def new_plan_buffer(self, max_positions: int) -> PlanBuffer:
+        """A plan in plain memory."""
+        return CpuPlanBuffer(max_positions)
+
+    def new_buffers(self, *, is_on_host: bool = False) -> Buffers:
+        """Plain memory; near and host memory are the same to a model."""
+        return CpuBuffers()
+
     def execute(
-        self, stream: Stream, plan: Plan, memory: SlabMemory, outputs: Sequence[Output]
+        self,
+        stream: Stream,
+        buffer: PlanBuffer,
+        num_reads: int,
+        num_fills: int,
+        memory: SlabMemory,
+        outputs: Sequence[Output],
     ) -> None:
         """Execute a plan in the calling thread."""
+        plan = closed_plan(buffer.plan, num_reads, num_fills)
         # A host slot that is filled from is never spilled to in the same plan, so reads may go
         # first or last; first keeps the rows that fills read in the CPU's cache.
         for output in outputs:
@@ -133,6 +259,9 @@ class CpuDevice:
                 plan, output.first, memory.device, memory.host, memory.default_of, output.rows
             )
         cpu_kernels.spill_and_fill(plan, memory.device, memory.host)
+
+    def close(self) -> None:
+        """Nothing is left open."""
 
 
 def open_device(

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from cache import lru, slab_index
 from cache.arena import Arena
-from cache.device import Device, Event, Output, SlabMemory
+from cache.device import Device, Event, Output, PlanBuffer, SlabMemory
 from cache.layout import SlabLayout
-from cache.plan import Plan, closed_plan, new_plan
+from cache.plan import Plan
 from cache.slab_index import (
     FETCHED,
     HOST_ROWS,
@@ -42,12 +42,13 @@ class Flight:
 class SlabFrame:
     """Everything that one lookup on a slab needs until the device is done with it."""
 
-    def __init__(self, max_positions: int) -> None:
+    def __init__(self, max_positions: int, buffer: PlanBuffer) -> None:
         self.keys = np.zeros(max_positions, dtype=np.int64)
         self.rows = np.zeros(max_positions, dtype=np.int64)
         self.table_of = np.zeros(max_positions, dtype=np.int32)
         self.origin = np.zeros(max_positions, dtype=np.uint8)
-        self.plan: Plan = new_plan(max_positions)
+        self.buffer = buffer
+        self.plan: Plan = buffer.plan
         self.missing: Missing = new_missing(max_positions)
         self.number = 0  # of the lookup, and of its flight
         self.num_missing = 0
@@ -136,7 +137,8 @@ class RowCache:
 
     def new_frame(self) -> SlabFrame:
         """A frame for lookups of at most `layout.max_positions` positions."""
-        return SlabFrame(self.layout.max_positions)
+        max_positions = self.layout.max_positions
+        return SlabFrame(max_positions, self._device.new_plan_buffer(max_positions))
 
     def load_host_tier(self, on_progress: Callable[[int], object]) -> None:
         """Read every row into an inclusive host tier; blocks. Raises `SourceError`."""
@@ -158,8 +160,9 @@ class RowCache:
                 num_positions, frame.num_missing,
             )  # fmt: skip
             self._flights.pop(frame.number, None)
-            closed = closed_plan(frame.plan, num_positions, frame.num_fills)
-            self._device.execute(self._stream, closed, self._memory, outputs)
+            self._device.execute(
+                self._stream, frame.buffer, num_positions, frame.num_fills, self._memory, outputs
+            )
             frame.event = self._stream.record()
 
     def _bring_to_host(self, frame: SlabFrame, num_positions: int) -> bool:

@@ -14,9 +14,17 @@ from numpy.typing import NDArray
 from cache import lru
 from cache.jit import compiled
 from cache.lru import NONE, Index
-from cache.plan import TIER_ABSENT, TIER_DEVICE, TIER_HOST, TIER_SOURCE, Plan
+from cache.plan import (
+    TIER_ABSENT,
+    TIER_BITS,
+    TIER_DEVICE,
+    TIER_HOST,
+    TIER_MASK,
+    TIER_SOURCE,
+    Plan,
+)
 
-TIER_MISSING = 4  # between probe and admit: `read_slot` is the number of the missing entry
+TIER_MISSING = 4  # between probe and admit: the slot is the number of the missing entry
 
 # How a missing row gets its bytes.
 IN_HOST = 0  # they are in the host tier
@@ -147,32 +155,29 @@ def probe(
     # Out of the tuples once: taking an array out of a tuple counts a reference.
     slot_of, slots = tiers.device.slot_of, tiers.device.slots
     recency, state = tiers.device.log, tiers.device.state
-    read_tier, read_slot = plan.read_tier, plan.read_slot
+    reads = plan.reads
     num_hits = 0
     num_missing = 0
     for position in range(len(rows)):
         row = rows[position]
         if row == NONE:
-            read_tier[position] = TIER_ABSENT
-            read_slot[position] = table_of[position]
+            reads[position] = table_of[position] << TIER_BITS | TIER_ABSENT
             origin[position] = TIER_ABSENT
             continue
         slot = slot_of[row]
         if slot >= 0:
             lru.touch(slots, recency, state, slot)
             slots[slot, lru.LEASES] += 1
-            read_tier[position] = TIER_DEVICE
-            read_slot[position] = slot
+            reads[position] = slot << TIER_BITS | TIER_DEVICE
             origin[position] = TIER_DEVICE
             num_hits += 1
             continue
-        read_tier[position] = TIER_MISSING
         if slot < NONE:  # a repeat: marked below, unmarked before this function returns
-            read_slot[position] = NONE - 1 - slot
+            reads[position] = (NONE - 1 - slot) << TIER_BITS | TIER_MISSING
             origin[position] = TIER_DEVICE
             continue
         slot_of[row] = NONE - 1 - num_missing
-        read_slot[position] = num_missing
+        reads[position] = num_missing << TIER_BITS | TIER_MISSING
         missing.row[num_missing] = row
         is_in_host = _find_below(tiers, row, flight, missing, num_missing) == IN_HOST
         origin[position] = TIER_HOST if is_in_host else TIER_SOURCE
@@ -261,7 +266,7 @@ def admit(
     for fill in range(num_fills):
         lru.release(device, plan.fill_slot[fill])
     device.state[lru.NUM_LEASES] -= _close_reads(
-        device.slots, plan.read_tier, plan.read_slot, missing.host_slot, num_reads
+        device.slots, plan.reads, missing.host_slot, num_reads
     )
     _count(tiers.counts, table_of, origin, num_reads)
     return num_fills
@@ -270,8 +275,7 @@ def admit(
 @compiled
 def _close_reads(
     device_slots: NDArray[np.int32],
-    read_tier: NDArray[np.uint8],
-    read_slot: NDArray[np.int64],
+    reads: NDArray[np.int64],
     host_slot: NDArray[np.int64],
     num_reads: int,
 ) -> int:
@@ -281,12 +285,13 @@ def _close_reads(
     """
     num_leases = 0
     for position in range(num_reads):
-        if read_tier[position] == TIER_DEVICE:
-            device_slots[read_slot[position], lru.LEASES] -= 1
+        tier = reads[position] & TIER_MASK
+        slot = reads[position] >> TIER_BITS
+        if tier == TIER_DEVICE:
+            device_slots[slot, lru.LEASES] -= 1
             num_leases += 1
-        elif read_tier[position] == TIER_MISSING:
-            read_tier[position] = TIER_HOST
-            read_slot[position] = host_slot[read_slot[position]]
+        elif tier == TIER_MISSING:
+            reads[position] = host_slot[slot] << TIER_BITS | TIER_HOST
     return num_leases
 
 
@@ -357,8 +362,8 @@ def _settle_host_entry(tiers: Tiers, missing: Missing, entry: int, is_on_device:
 def abandon(tiers: Tiers, plan: Plan, missing: Missing, num_reads: int, num_missing: int) -> None:
     """Undo a probe whose fetch failed: end its leases and forget its flight's rows."""
     for position in range(num_reads):
-        if plan.read_tier[position] == TIER_DEVICE:
-            lru.release(tiers.device, plan.read_slot[position])
+        if plan.reads[position] & TIER_MASK == TIER_DEVICE:
+            lru.release(tiers.device, plan.reads[position] >> TIER_BITS)
     if tiers.is_inclusive:
         return
     for entry in range(num_missing):

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.budget import Budget
-from cache.device import CpuDevice, Event, Output, SlabMemory, Stream
+from cache.device import CpuDevice, Event, Output, PlanBuffer, SlabMemory, Stream
 from cache.errors import SourceError
 from cache.layout import SlabLayout
-from cache.plan import Plan, check_plan
+from cache.plan import check_plan, closed_plan
 from cache.row_cache import RowCache
 from cache.table import Table
 
@@ -65,6 +65,9 @@ class LateStream:
     def record(self) -> Event:
         return LateEvent(self, self.num_enqueued)
 
+    def wait_for(self, event: Event) -> None:
+        self.enqueue(event.wait)
+
     def run_until(self, number: int) -> None:
         with self._mutex:
             while self.num_done < number:
@@ -90,12 +93,18 @@ class LateDevice(CpuDevice):
         return LateStream()
 
     def execute(
-        self, stream: Stream, plan: Plan, memory: SlabMemory, outputs: Sequence[Output]
+        self,
+        stream: Stream,
+        buffer: PlanBuffer,
+        num_reads: int,
+        num_fills: int,
+        memory: SlabMemory,
+        outputs: Sequence[Output],
     ) -> None:
-        check_plan(plan)
+        check_plan(closed_plan(buffer.plan, num_reads, num_fills))
         assert isinstance(stream, LateStream)
-        copied = list(outputs)
-        stream.enqueue(lambda: CpuDevice.execute(self, stream, plan, memory, copied))
+        arguments = (self, stream, buffer, num_reads, num_fills, memory, list(outputs))
+        stream.enqueue(lambda: CpuDevice.execute(*arguments))
 
 
 def new_device(kind: type[CpuDevice] = CpuDevice) -> CpuDevice:

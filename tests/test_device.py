@@ -7,9 +7,9 @@ import pytest
 
 from cache.arena import Arena
 from cache.budget import Budget
-from cache.device import CpuDevice, DeviceError, Output, SlabMemory, open_device
+from cache.device import CpuDevice, DeviceError, Output, SlabMemory, Stream, open_device
 from cache.errors import OutOfMemoryError
-from cache.plan import TIER_ABSENT, TIER_DEVICE, TIER_HOST, Plan
+from cache.plan import TIER_ABSENT, TIER_BITS, TIER_DEVICE, TIER_HOST
 from tests.cache_fixtures import LateDevice, new_device
 
 PAGE = 4096
@@ -73,14 +73,22 @@ def test_host_memory_has_its_own_budget(device: CpuDevice) -> None:
     assert (device.budget.used_bytes, device.host_budget.used_bytes) == (0, PAGE)
 
 
-def plan_of(reads: list[tuple[int, int]], fills: list[tuple[int, int, int]]) -> Plan:
-    """Reads as (tier, slot), fills as (slot, from, spill)."""
-    columns = np.array(fills, dtype=np.int64).reshape(-1, 3).T.copy()
-    return Plan(
-        read_tier=np.array([tier for tier, _ in reads], dtype=np.uint8),
-        read_slot=np.array([slot for _, slot in reads], dtype=np.int64),
-        fill_slot=columns[0], fill_from=columns[1], spill_slot=columns[2],
-    )  # fmt: skip
+def execute(
+    device: CpuDevice,
+    stream: Stream,
+    memory: SlabMemory,
+    reads: list[tuple[int, int]],
+    fills: list[tuple[int, int, int]],
+    outputs: list[Output],
+) -> None:
+    """Enqueue a plan of reads as (tier, slot) and fills as (slot, from, spill)."""
+    buffer = device.new_plan_buffer(max_positions=16)
+    buffer.plan.reads[: len(reads)] = [slot << TIER_BITS | tier for tier, slot in reads]
+    columns = np.array(fills, dtype=np.int64).reshape(-1, 3).T
+    buffer.plan.fill_slot[: len(fills)] = columns[0]
+    buffer.plan.fill_from[: len(fills)] = columns[1]
+    buffer.plan.spill_slot[: len(fills)] = columns[2]
+    device.execute(stream, buffer, len(reads), len(fills), memory, outputs)
 
 
 def test_plans_read_spill_and_fill_in_the_order_in_which_they_were_enqueued(
@@ -94,11 +102,10 @@ def test_plans_read_spill_and_fill_in_the_order_in_which_they_were_enqueued(
     stream = device.new_stream()
     first, second = (np.zeros((n, 3), dtype=np.float32) for n in (4, 3))
     reads = [(TIER_DEVICE, 1), (TIER_HOST, 1), (TIER_ABSENT, 1), (TIER_HOST, 1)]
-    device.execute(
-        stream, plan_of(reads, [(0, 1, 2)]), memory, [Output(0, first[:1]), Output(1, first[1:])]
-    )
+    outputs = [Output(0, first[:1]), Output(1, first[1:])]
+    execute(device, stream, memory, reads, [(0, 1, 2)], outputs)
     reads = [(TIER_DEVICE, 0), (TIER_HOST, 2), (TIER_DEVICE, 1)]
-    device.execute(stream, plan_of(reads, []), memory, [Output(0, second)])
+    execute(device, stream, memory, reads, [], [Output(0, second)])
     stream.record().wait()
     assert first.tolist() == [[2] * 3, [20] * 3, [-0.5] * 3, [20] * 3]
     assert second.tolist() == [[20] * 3, [1] * 3, [2] * 3]
