@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
@@ -15,6 +16,10 @@ from cache.budget import Budget
 from cache.errors import CacheError
 from cache.plan import Plan, closed_plan, new_plan
 from cache.row_format import RowFormat
+
+log = logging.getLogger(__name__)
+
+DEFAULT_CPU_BYTES = 1 << 30
 
 
 class DeviceError(CacheError):
@@ -110,9 +115,14 @@ class Device(Protocol):
     """The near shelf: memory that models read, a host memory it can reach, and the kernels."""
 
     name: str
+    max_bytes: int  # the budget and the reserve
     budget: Budget
     host_budget: Budget
-    compute: Stream  # of all models
+    fault: str | None  # why nothing works any more
+
+    @property
+    def compute(self) -> Stream:
+        """The stream of all models."""
 
     def reserve(self, owner: str, max_bytes: int) -> Arena:
         """Reserve device memory; commits are charged to `budget` as `owner`."""
@@ -211,8 +221,11 @@ class CpuDevice:
     """RAM as the near shelf: the same tiers, plans and budgets without a GPU."""
 
     name = "cpu"
+    fault: str | None = None
 
-    def __init__(self, budget: Budget, host_budget: Budget) -> None:
+    def __init__(self, budget: Budget, host_budget: Budget, max_bytes: int | None = None) -> None:
+        """`max_bytes` is what the budget is a part of; by default the budget is all."""
+        self.max_bytes = budget.max_bytes if max_bytes is None else max_bytes
         self.budget = budget
         self.host_budget = host_budget
         self.compute: Stream = InlineStream()
@@ -254,24 +267,45 @@ class CpuDevice:
         plan = closed_plan(buffer.plan, num_reads, num_fills)
         # A host slot that is filled from is never spilled to in the same plan, so reads may go
         # first or last; first keeps the rows that fills read in the CPU's cache.
+        source = (plan, *memory)
         for output in outputs:
-            cpu_kernels.read_rows(
-                plan, output.first, memory.device, memory.host, memory.default_of, output.rows
-            )
-        cpu_kernels.spill_and_fill(plan, memory.device, memory.host)
+            if output.pooling is Pooling.NONE:
+                cpu_kernels.read(*source, output.first, output.rows)
+            else:
+                assert output.offsets is not None
+                is_mean = output.pooling is Pooling.MEAN
+                cpu_kernels.pool(*source, output.first, output.offsets, is_mean, output.rows)
+        cpu_kernels.copy_slots(plan, memory.device, memory.host)
+        if memory.device_scales is not None:
+            scales = (memory.device_scales.reshape(-1, 1), memory.host_scales.reshape(-1, 1))
+            cpu_kernels.copy_slots(plan, *scales)
 
     def close(self) -> None:
         """Nothing is left open."""
 
 
 def open_device(
-    name: str, *, max_bytes: int, max_host_bytes: int, reserve_fraction: float = 0.1
+    name: str, *, max_bytes: int | None, max_host_bytes: int, reserve_fraction: float = 0.1
 ) -> Device:
     """Return the device called `cpu`, `cuda:N` or `auto`, with its budgets.
 
-    `reserve_fraction` of `max_bytes` is kept free. Raises `DeviceError`.
+    `auto` is the first GPU, or the CPU where there is none. `max_bytes` None is all that is free on
+    the GPU, or `DEFAULT_CPU_BYTES`; `reserve_fraction` of it is kept free. Raises `DeviceError`.
     """
-    if name not in ("cpu", "auto"):
-        raise DeviceError(f"device {name!r} cannot be used: this version has the devices cpu, auto")
-    usable_bytes = int(max_bytes * (1 - reserve_fraction))
-    return CpuDevice(Budget("device memory", usable_bytes), Budget("host memory", max_host_bytes))
+    from cache import cuda
+
+    if name == "auto":
+        problem = cuda.probe().problem
+        name = "cuda:0" if problem is None else "cpu"
+        if problem is not None:
+            log.info("the device is the cpu: %s", problem)
+    if name.startswith("cuda:"):
+        return cuda.CudaDevice(
+            int(name.removeprefix("cuda:")), max_bytes=max_bytes, max_host_bytes=max_host_bytes,
+            reserve_fraction=reserve_fraction,
+        )  # fmt: skip
+    if name != "cpu":
+        raise DeviceError(f"device {name!r} does not exist: expected cpu, cuda:N or auto")
+    max_bytes = DEFAULT_CPU_BYTES if max_bytes is None else max_bytes
+    budget = Budget("device memory", int(max_bytes * (1 - reserve_fraction)))
+    return CpuDevice(budget, Budget("host memory", max_host_bytes), max_bytes)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from cache.device import Device, Output
+from cache.device import Device, Event, Output
 from cache.errors import AbsentKeyError, CacheError, UnknownTableError
 from cache.layout import SlabLayout, plan_layouts
 from cache.plan import TIER_ABSENT, TIER_DEVICE, TIER_HOST, TIER_SOURCE
@@ -41,7 +41,7 @@ class Lookup:
     """Keys to look up, and where their rows go.
 
     `keys` is int64 [n]; key p is of table `tables[p % len(tables)]`; all the tables have the same
-    `dim`. `out` is a C-contiguous float32 device array [n, dim].
+    `dim`. `out` is a C-contiguous float32 array [n, dim] of the device's buffers.
     """
 
     tables: tuple[str, ...]
@@ -110,9 +110,10 @@ class Frame:
         self._slab_frames: dict[int, SlabFrame] = {}
 
     def lookup(self, lookups: Sequence[Lookup]) -> list[LookupResult]:
-        """Look up all keys of a batch and write the rows to the lookups' `out`.
+        """Look up all keys of a batch and enqueue the writing of the rows to the lookups' `out`.
 
-        Blocks while rows are read from the source. Keys of one slab are one lookup of it, in order
+        The rows are there when `events` are done, or when the frame is left. Blocks while rows are
+        read from the source. Keys of one slab are one lookup of it, in order
         of the list; more than `max_positions` of them are looked up in parts, one after the other.
         Raises `UnknownTableError`, `AbsentKeyError` and `SourceError`.
         """
@@ -123,6 +124,11 @@ class Frame:
         if number not in self._slab_frames:
             self._slab_frames[number] = slab.new_frame()
         return self._slab_frames[number]
+
+    def events(self) -> list[Event]:
+        """When all are done, the rows of the frame's lookups are there."""
+        events = [slab_frame.event for slab_frame in self._slab_frames.values()]
+        return [event for event in events if event is not None]
 
     def finish(self, slabs: Sequence[RowCache]) -> None:
         """Wait for the device and end all leases."""
@@ -205,10 +211,12 @@ class FeatureCache:
         try:
             yield frame
         finally:
-            frame.finish(self._slabs)
-            with self._has_free_frame:
-                self._free_frames.append(frame)
-                self._has_free_frame.notify()
+            try:
+                frame.finish(self._slabs)
+            finally:  # a device that has failed must not leave others waiting for a frame
+                with self._has_free_frame:
+                    self._free_frames.append(frame)
+                    self._has_free_frame.notify()
 
     def stats(self) -> FeatureCacheStats:
         """Counts and sizes now."""
@@ -326,7 +334,7 @@ def _make_room_for_staging(
                 "bytes of host memory",
                 layout.slot_bytes, host_memory_bytes,
             )  # fmt: skip
-    device.host_budget.max_bytes = max(device.host_budget.max_bytes, num_bytes)
+    device.host_budget.make_room(num_bytes)
 
 
 def _load_host_tiers(slabs: Sequence[RowCache], show_progress: bool) -> None:

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from cache import lru, slab_index
 from cache.arena import Arena
-from cache.device import Device, Event, Output, PlanBuffer, SlabMemory
+from cache.device import Device, DeviceError, Event, Output, PlanBuffer, SlabMemory
 from cache.layout import SlabLayout
 from cache.plan import Plan
+from cache.profiling import nvtx_range
 from cache.slab_index import (
     FETCHED,
     HOST_ROWS,
@@ -87,6 +88,8 @@ class RowCache:
             is_inclusive=layout.is_inclusive,
         )
         self._arenas: list[Arena] = []
+        self._plan_buffers: list[PlanBuffer] = []
+        self._fault: BaseException | None = None
         self._memory = self._new_memory()
 
     def __repr__(self) -> str:
@@ -137,8 +140,9 @@ class RowCache:
 
     def new_frame(self) -> SlabFrame:
         """A frame for lookups of at most `layout.max_positions` positions."""
-        max_positions = self.layout.max_positions
-        return SlabFrame(max_positions, self._device.new_plan_buffer(max_positions))
+        buffer = self._device.new_plan_buffer(self.layout.max_positions)
+        self._plan_buffers.append(buffer)
+        return SlabFrame(self.layout.max_positions, buffer)
 
     def load_host_tier(self, on_progress: Callable[[int], object]) -> None:
         """Read every row into an inclusive host tier; blocks. Raises `SourceError`."""
@@ -155,33 +159,48 @@ class RowCache:
         while not self._bring_to_host(frame, num_positions):
             pass
         with self._mutex:
-            frame.num_fills = admit(
-                self._tiers, frame.table_of, frame.plan, frame.missing, frame.origin,
-                num_positions, frame.num_missing,
-            )  # fmt: skip
+            with nvtx_range("admit"):
+                frame.num_fills = admit(
+                    self._tiers, frame.table_of, frame.plan, frame.missing, frame.origin,
+                    num_positions, frame.num_missing,
+                )  # fmt: skip
             self._flights.pop(frame.number, None)
+            with nvtx_range("execute"):
+                self._execute(frame, num_positions, outputs)
+
+    def _execute(self, frame: SlabFrame, num_positions: int, outputs: Sequence[Output]) -> None:
+        try:
             self._device.execute(
                 self._stream, frame.buffer, num_positions, frame.num_fills, self._memory, outputs
             )
             frame.event = self._stream.record()
+        except BaseException as error:
+            # The index now finds rows whose bytes were never written, so nobody may look again.
+            self._fault = error
+            raise
 
     def _bring_to_host(self, frame: SlabFrame, num_positions: int) -> bool:
         """Probe and fetch; False where a flight that was joined failed, and all is undone."""
         frame.number = next(self._flight_numbers)
         with self._mutex:
-            frame.num_missing = probe(
-                self._tiers, frame.rows[:num_positions], frame.table_of, frame.number, frame.plan,
-                frame.missing, frame.origin,
-            )  # fmt: skip
+            if self._fault is not None:
+                raise DeviceError(f"a plan could not be executed: {self._fault}")
+            with nvtx_range("probe"):
+                frame.num_missing = probe(
+                    self._tiers, frame.rows[:num_positions], frame.table_of, frame.number,
+                    frame.plan, frame.missing, frame.origin,
+                )  # fmt: skip
             flight, joined = self._open_flight(frame)
         try:
             if flight is not None:
-                self._fetch(flight, frame)
+                with nvtx_range("fetch"):
+                    self._fetch(flight, frame)
         except BaseException:  # whatever it was, no lease may outlive it
             self._abandon(frame, num_positions)
             raise
         for other in joined:
-            other.is_over.wait()
+            with nvtx_range("wait for a flight"):
+                other.is_over.wait()
         if any(other.has_failed for other in joined):
             self._abandon(frame, num_positions)
             return False
@@ -211,6 +230,8 @@ class RowCache:
     def close(self) -> None:
         """Give back memory and files; no lookup may be running."""
         self._source.close()
+        for buffer in self._plan_buffers:
+            buffer.close()
         for arena in self._arenas:
             arena.close()
 

@@ -1,23 +1,28 @@
-"""Small caches for tests: row r of a table is [r, r + 0.25, r + 0.5, ...], and a slow device."""
+"""Small caches for tests: row r of a table is [r, r + 0.25, r + 0.5, ...]; the three devices."""
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from cache.budget import Budget
-from cache.device import CpuDevice, Event, Output, PlanBuffer, SlabMemory, Stream
+from cache.cuda import CudaDevice, probe
+from cache.device import CpuDevice, Device, Output
 from cache.errors import SourceError
 from cache.layout import SlabLayout
-from cache.plan import check_plan, closed_plan
-from cache.row_cache import RowCache
+from cache.row_cache import RowCache, SlabFrame
 from cache.table import Table
+from tests.cuda_double.cupy_double import cupy_of
+from tests.cuda_double.machine import Machine, MachineConfig
+
+DEVICES = ("cpu", "cuda-double", "cuda")
 
 
 def rows_of(keys: Any, dim: int = 4) -> NDArray[np.float32]:
@@ -48,67 +53,68 @@ class MemorySource:
         pass
 
 
-class LateStream:
-    """A stream whose work runs only when somebody waits for it, as late as is allowed."""
-
-    def __init__(self) -> None:
-        self.work: deque[Callable[[], None]] = deque()
-        self.num_enqueued = 0
-        self.num_done = 0
-        self._mutex = threading.RLock()
-
-    def enqueue(self, work: Callable[[], None]) -> None:
-        with self._mutex:
-            self.work.append(work)
-            self.num_enqueued += 1
-
-    def record(self) -> Event:
-        return LateEvent(self, self.num_enqueued)
-
-    def wait_for(self, event: Event) -> None:
-        self.enqueue(event.wait)
-
-    def run_until(self, number: int) -> None:
-        with self._mutex:
-            while self.num_done < number:
-                self.work.popleft()()
-                self.num_done += 1
+def new_device() -> CpuDevice:
+    return CpuDevice(Budget("device memory", 1 << 24), Budget("host memory", 1 << 24))
 
 
-class LateEvent:
-    def __init__(self, stream: LateStream, number: int) -> None:
-        self._stream = stream
-        self._number = number
+@contextmanager
+def opened_device(kind: str, seed: int | None = None) -> Iterator[Device]:
+    """A device of `DEVICES`, with 16 MiB of each memory; kernels check their plans.
 
-    def wait(self) -> None:
-        self._stream.run_until(self._number)
-
-
-class LateDevice(CpuDevice):
-    """A CPU device that works as a GPU does: later than it is told, in order of a stream."""
-
-    name = "late"
-
-    def new_stream(self) -> Stream:
-        return LateStream()
-
-    def execute(
-        self,
-        stream: Stream,
-        buffer: PlanBuffer,
-        num_reads: int,
-        num_fills: int,
-        memory: SlabMemory,
-        outputs: Sequence[Output],
-    ) -> None:
-        check_plan(closed_plan(buffer.plan, num_reads, num_fills))
-        assert isinstance(stream, LateStream)
-        arguments = (self, stream, buffer, num_reads, num_fills, memory, list(outputs))
-        stream.enqueue(lambda: CpuDevice.execute(*arguments))
+    The double works as late as it may, or out of phase with a `seed`. In the end nothing may have
+    misused it. Skips the test where there is no GPU.
+    """
+    max_bytes = 1 << 24
+    if kind == "cpu":
+        yield CpuDevice(Budget("device memory", max_bytes), Budget("host memory", max_bytes))
+        return
+    machine = Machine(MachineConfig(seed=seed)) if kind == "cuda-double" else None
+    if machine is None and (problem := probe().problem):
+        pytest.skip(problem)
+    device = CudaDevice(
+        0, max_bytes=max_bytes, max_host_bytes=max_bytes, reserve_fraction=0.0, is_debug=True,
+        cupy=None if machine is None else cupy_of(machine),
+    )  # fmt: skip
+    yield device
+    if machine is not None and device.fault is None:
+        machine.run_everything()
+    device.close()
+    if machine is not None:
+        machine.check()
 
 
-def new_device(kind: type[CpuDevice] = CpuDevice) -> CpuDevice:
-    return kind(Budget("device memory", 1 << 24), Budget("host memory", 1 << 24))
+def machine_of(device: Device) -> Machine:
+    """What is behind a device of the double."""
+    assert isinstance(device, CudaDevice)
+    machine: Machine = device.cupy.cuda.Stream._machine
+    return machine
+
+
+class Rows:
+    """Memory of a device for float32 rows [n, dim], not a number until something is written."""
+
+    def __init__(self, device: Device, num_rows: int, dim: int = 4) -> None:
+        self._device = device
+        self._buffers = device.new_buffers()
+        self.array = self._buffers.rows("rows", num_rows, dim)
+        if isinstance(self.array, np.ndarray):
+            self.array[...] = np.nan
+
+    def values(self) -> NDArray[np.float32]:
+        """What is there, on the host; whoever writes it must be done."""
+        return to_host(self._device, self.array)
+
+    def close(self) -> None:
+        """Give it back."""
+        self._buffers.close()
+
+
+def to_host(device: Device, array: Any) -> NDArray[Any]:
+    """A copy of a device array whose writers are done."""
+    if not isinstance(device, CudaDevice):
+        return np.array(array)
+    (copied,) = device.read_back([(array.data.ptr, array.shape, array.dtype)])
+    return copied
 
 
 def new_table(num_rows: int, dim: int = 4, name: str = "feat", is_strict: bool = False) -> Table:
@@ -122,7 +128,7 @@ def new_row_cache(
     host_slots: int = 0,
     is_inclusive: bool = False,
     source: MemorySource | None = None,
-    device: CpuDevice | None = None,
+    device: Device | None = None,
     max_positions: int = 512,
     num_frames: int = 4,
 ) -> RowCache:
@@ -146,14 +152,39 @@ def new_row_cache(
 TIER_NAMES = ("device", "host", "source", "absent")
 
 
-def look_up(cache: RowCache, rows: Sequence[int]) -> tuple[NDArray[np.float32], list[str]]:
+_free_frames: WeakKeyDictionary[RowCache, list[SlabFrame]] = WeakKeyDictionary()
+
+
+class OpenLookup:
+    """A lookup whose frame is still held; `device` is the cache's."""
+
+    def __init__(self, cache: RowCache, rows: Sequence[int], device: Device | None = None) -> None:
+        self.rows = list(rows)
+        self._cache = cache
+        self._frames = _free_frames.setdefault(cache, [])
+        try:
+            self._frame = self._frames.pop()
+        except IndexError:
+            self._frame = cache.new_frame()
+        self._frame.rows[: len(self.rows)] = self.rows
+        self._out = Rows(device or new_device(), len(self.rows))
+        cache.lookup(self._frame, len(self.rows), [Output(0, self._out.array)])
+
+    def finish(self) -> tuple[NDArray[np.float32], list[str]]:
+        """Wait for it; return its rows and where they came from."""
+        self._cache.finish(self._frame)
+        origin = [TIER_NAMES[tier] for tier in self._frame.origin[: len(self.rows)]]
+        self._frames.append(self._frame)
+        values = self._out.values()
+        self._out.close()
+        return values, origin
+
+
+def look_up(
+    cache: RowCache, rows: Sequence[int], device: Device | None = None
+) -> tuple[NDArray[np.float32], list[str]]:
     """Look up rows with a frame of its own; return them and where they came from."""
-    frame = cache.new_frame()
-    frame.rows[: len(rows)] = rows
-    out = np.full((len(rows), 4), np.nan, dtype=np.float32)
-    cache.lookup(frame, len(rows), [Output(0, out)])
-    cache.finish(frame)
-    return out, [TIER_NAMES[tier] for tier in frame.origin[: len(rows)]]
+    return OpenLookup(cache, rows, device).finish()
 
 
 class ReadFailedError(SourceError):

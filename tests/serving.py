@@ -20,6 +20,8 @@ import orjson
 from loadtests.direct import get
 
 ROOT = Path(__file__).resolve().parents[1]
+SERVER = "server"
+SERVER_ON_DOUBLE = "tests.cuda_double.serve"
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
 
@@ -68,15 +70,20 @@ class RunningServer:
 
 @contextmanager
 def running_server(
-    repository: Path, *arguments: str, env: Mapping[str, str] | None = None
+    repository: Path,
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    module: str = SERVER,
 ) -> Iterator[RunningServer]:
     """A server of a repository, or of one model file, that is ready.
 
+    `module` is `SERVER`, or `SERVER_ON_DOUBLE` for `--device cuda:0` without a GPU.
     It is stopped by SIGTERM in the end, and must then end with exit code 0, unless the test has
     ended it before.
     """
     with tempfile.TemporaryDirectory() as folder:
-        server = start_server(repository, *arguments, log_file=Path(folder) / "log", env=env)
+        log_file = Path(folder) / "log"
+        server = start_server(repository, *arguments, log_file=log_file, env=env, module=module)
         try:
             _wait_until_ready(server)
             yield server
@@ -101,13 +108,14 @@ def start_server(
     *arguments: str,
     log_file: Path,
     env: Mapping[str, str] | None = None,
+    module: str = SERVER,
 ) -> RunningServer:
     """A server process that has just begun to start."""
     port = free_port()
     what = (str(repository),) if repository.is_file() else ("--repository", str(repository))
     with log_file.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "server", "serve", *what, "--port", str(port), *arguments],
+            [sys.executable, "-m", module, "serve", *what, "--port", str(port), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
