@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from cache.device import Event
 from models.tensor_spec import TensorSpec
 
 
@@ -28,15 +29,22 @@ class Backend(Protocol):
         """The model's outputs, in the order of the file."""
         ...
 
+    @property
+    def takes_device_arrays(self) -> bool:
+        """Whether inputs are arrays of the device (`Device.new_buffers`), else of the host."""
+        ...
+
     def run(
-        self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]
+        self, inputs: Mapping[str, Any], outputs: Sequence[str], after: Sequence[Event] = ()
     ) -> dict[str, NDArray[Any]]:
         """Return the named outputs for all inputs of the model.
 
-        Every input has the dtype of its spec, is C-contiguous and may be read-only; BYTES are
-        object arrays of `bytes`. The outputs never share memory with the inputs or the model, and
-        may be read-only. Blocks until the outputs are there; may be called by several threads at
-        once. Raises `BackendError`, or `InvalidInputError` where an input's content is at fault.
+        The inputs are there when the events of `after` are done. Every input has the dtype of its
+        spec, is C-contiguous and may be read-only; BYTES are object arrays of `bytes`. The outputs
+        never share memory with the inputs or the model, and may be read-only. Blocks until the
+        outputs are there. When it returns or raises, nothing reads the inputs any more. May be
+        called by several threads at once. Raises `BackendError`, or
+        `InvalidInputError` where an input's content is at fault.
         """
         ...
 

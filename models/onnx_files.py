@@ -36,6 +36,11 @@ def _read(path: Path, label: str) -> onnx.ModelProto:
     try:
         model = onnx.load_model_from_string(content)
     except Exception as error:  # protobuf's DecodeError, of a package that has no types
+        if path.suffix in (".pt", ".pth", ".pt2"):
+            raise ModelLoadError(
+                f"{label}: files of torch.save and torch.export are not loaded, as that runs code "
+                "from the file; use safetensors and a factory, see docs/torch-models.md"
+            ) from error
         raise ModelLoadError(f"{label}: is not an ONNX model, or is cut short") from error
     if not model.HasField("graph"):
         raise ModelLoadError(f"{label}: is not an ONNX model: it has no graph")

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import onnxruntime
+
 from cache.config import ConfigError, load_yaml
 from cache.errors import OutOfMemoryError
 from models.backend import Backend
 from models.errors import ModelConfigError, ModelLoadError
-from models.layout import FolderLayout, Layout, ModelFile, SingleFileLayout
+from models.layout import MODEL_FILE, FolderLayout, Layout, ModelFile, SingleFileLayout
 from models.onnx_backend import OnnxBackend
 from models.onnx_files import model_files
 from models.spec import FeatureInput, ModelConfig, VersionPolicy, resolve
@@ -20,6 +22,8 @@ from models.tensor_spec import TensorSpec
 
 if TYPE_CHECKING:
     from cache import Device, Table
+
+BACKEND_TO_MODEL_FILE = {"onnxruntime": MODEL_FILE, "torch": "model.safetensors"}
 
 
 @dataclass(eq=False)
@@ -55,7 +59,7 @@ class LoadedModel:
             "max_batch_size": self.max_batch_size,
             "input": [self._triton_tensor(spec) for spec in self.request_inputs],
             "output": [self._triton_tensor(spec) for spec in self.outputs],
-            "default_model_filename": "model.onnx",
+            "default_model_filename": BACKEND_TO_MODEL_FILE[self.config.backend],
             "model_transaction_policy": {"decoupled": False},
         }
         if self.max_batch_size > 1:
@@ -93,12 +97,20 @@ class ModelRepository:
         tables: Mapping[str, Table],
         device: Device,
         layout: Layout | None = None,
+        trust_model_code: bool = False,
+        onnx_runtime: Any = onnxruntime,
     ) -> None:
-        """`tables` are those that feature inputs may name; weights are charged to the device."""
+        """`tables` are those that feature inputs may name; weights are charged to the device.
+
+        Models run on the device. `trust_model_code` lets models of the backend torch run the code
+        that `model.yaml` names; `onnx_runtime` is the package `onnxruntime`.
+        """
         self._root = root
         self._tables = tables
         self._device = device
         self._layout = layout if layout is not None else FolderLayout(root)
+        self._trust_model_code = trust_model_code
+        self._onnx_runtime = onnx_runtime
 
     @classmethod
     def single_file(
@@ -161,12 +173,12 @@ class ModelRepository:
     def _open_version(
         self, name: str, version: str, config: ModelConfig, label: str
     ) -> LoadedModel:
-        file = self._layout.model_file(name, version)
+        file = self._layout.model_file(name, version, BACKEND_TO_MODEL_FILE[config.backend])
         with ExitStack() as resources:
-            self._charge(f"model:{name}:{version}", file, resources)
-            backend = OnnxBackend(file.path, label=file.label, num_threads=config.intra_op_threads)
-            resources.callback(backend.close)
+            self._charge(f"model:{name}:{version}", file, config, resources)
             try:
+                backend = self._backend(file, config)
+                resources.callback(backend.close)
                 signature = resolve(config, backend.inputs, backend.outputs, self._tables)
             except ModelConfigError as error:
                 raise ModelConfigError(f"{label}: {error} ({file.label})") from error
@@ -181,14 +193,51 @@ class ModelRepository:
                 resources.pop_all(),
             )
 
-    def _charge(self, owner: str, file: ModelFile, resources: ExitStack) -> None:
+    def _backend(self, file: ModelFile, config: ModelConfig) -> Backend:
+        if config.backend == "torch":
+            try:
+                from models.torch_backend import TorchBackend  # optional, and slow to import
+            except ImportError as error:
+                raise ModelLoadError(
+                    f"{file.label}: the torch backend needs the package {error.name}; "
+                    "pip install -e '.[torch]'"
+                ) from error
+            assert config.factory is not None, "checked by ModelConfig"
+            return TorchBackend(
+                file.path,
+                factory=config.factory,
+                inputs=[tensor.spec for tensor in config.inputs or ()],
+                outputs=[tensor.spec for tensor in config.outputs or ()],
+                label=file.label,
+                device=self._device,
+                trust_model_code=self._trust_model_code,
+            )
+        return OnnxBackend(
+            file.path,
+            label=file.label,
+            num_threads=config.intra_op_threads,
+            device=self._device,
+            providers=config.providers,
+            cpu_fallback=config.cpu_fallback,
+            runtime=self._onnx_runtime,
+        )
+
+    def _charge(
+        self, owner: str, file: ModelFile, config: ModelConfig, resources: ExitStack
+    ) -> None:
         """Charge the bytes of the weights; during a reload the old version holds its own."""
-        num_bytes = sum(path.stat().st_size for path in model_files(file.path, file.label))
+        num_bytes = sum(path.stat().st_size for path in _weight_files(file, config))
         try:
             self._device.budget.charge(owner, num_bytes)
         except OutOfMemoryError as error:
             raise ModelLoadError(f"{file.label}: {error}") from error
         resources.callback(self._device.budget.discharge, owner, num_bytes)
+
+
+def _weight_files(file: ModelFile, config: ModelConfig) -> list[Path]:
+    if config.backend == "onnxruntime":
+        return model_files(file.path, file.label)
+    return [file.path] if file.path.is_file() else []  # the backend says what is missing
 
 
 def _triton_version_policy(policy: VersionPolicy) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 from models.errors import ModelConfigError
 from models.tensor_spec import TensorSpec
@@ -33,7 +33,32 @@ Datatype = Literal[
     "BYTES",
 ]
 Name = Annotated[str, Field(min_length=1)]
+# A name, or {name: options} such as {tensorrt: {trt_fp16_enable: true}}.
+ProviderEntry = str | dict[str, dict[str, str | int | float | bool]]
+# module:callable
+Factory = Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*$")]
 Milliseconds = Annotated[float, Field(ge=0, le=86_400_000, allow_inf_nan=False)]  # up to a day
+
+
+def _provider_entry(given: object) -> ProviderEntry:
+    """Checks by hand, since of a union the faults of all parts would be told."""
+    if isinstance(given, str) and given:
+        return given
+    if isinstance(given, dict) and len(given) == 1:
+        ((name, options),) = given.items()
+        if isinstance(name, str) and name and isinstance(options, dict):
+            is_fit = (
+                isinstance(key, str) and isinstance(value, (str, int, float))
+                for key, value in options.items()
+            )
+            if all(is_fit):
+                return {name: options}
+    raise ValueError(
+        "expected a name, or one name with its options such as {tensorrt: {trt_fp16_enable: true}}"
+    )
+
+
+ProviderField = Annotated[ProviderEntry, PlainValidator(_provider_entry)]
 
 
 class _Fields(BaseModel):
@@ -46,6 +71,11 @@ class TensorConfig(_Fields):
     name: Name
     datatype: Datatype
     shape: list[Annotated[int, Field(ge=-1)]]
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The entry as a tensor spec."""
+        return TensorSpec(self.name, self.datatype, tuple(self.shape))
 
 
 class VersionPolicy(_Fields):
@@ -89,7 +119,10 @@ class FeatureConfig(_Fields):
 class ModelConfig(_Fields):
     """The fields of `model.yaml`; docs/model-repository.md describes each."""
 
-    backend: Literal["onnxruntime"] = "onnxruntime"
+    backend: Literal["onnxruntime", "torch"] = "onnxruntime"
+    factory: Factory | None = None
+    providers: Annotated[list[ProviderField], Field(min_length=1)] | None = None
+    cpu_fallback: bool = False
     max_batch_size: Annotated[int, Field(ge=0)] | None = None
     max_queue_delay_ms: Milliseconds = 0.0
     max_queue_size: Annotated[int, Field(ge=1)] = 1024
@@ -99,6 +132,20 @@ class ModelConfig(_Fields):
     outputs: list[TensorConfig] | None = None
     features: list[FeatureConfig] = []
     intra_op_threads: Annotated[int, Field(ge=0, le=1024)] = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.backend == "torch":
+            if self.factory is None:
+                raise ValueError("backend torch needs 'factory', such as 'my_models:build_ranker'")
+            if not self.inputs or not self.outputs:
+                raise ValueError("backend torch needs 'inputs' and 'outputs': its file names none")
+            given = {"providers", "cpu_fallback", "intra_op_threads"} & self.model_fields_set
+            if given:
+                raise ValueError(f"{min(given)!r} is a field of the backend onnxruntime")
+        elif self.factory is not None:
+            raise ValueError("'factory' is a field of the backend torch")
+        return self
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,21 @@ def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
         ("request_timeout_ms: 86400001", "request_timeout_ms: "),
         ("max_queue_size: 0", "max_queue_size: "),
         ("backend: pytorch", "backend: "),
+        ("backend: torch", "backend torch needs 'factory', such as 'my_models:build_ranker'"),
+        (
+            "{backend: torch, factory: 'm:f'}",
+            "backend torch needs 'inputs' and 'outputs': its file names none",
+        ),
+        ("factory: 'm:f'", "'factory' is a field of the backend torch"),
+        ("{backend: torch, factory: m}", "factory: "),
+        ("{backend: torch, factory: 'm.f'}", "factory: "),
+        ("{backend: torch, factory: '../m:f'}", "factory: "),
+        ("providers: cuda", "providers: "),
+        ("providers: []", "providers: "),
+        ("providers: [1]", "providers.0: expected a name, or one name with its options"),
+        ("providers: [{cuda: {}, tensorrt: {}}]", "providers.0: expected a name, or"),
+        ("providers: [{tensorrt: {trt_op_types_to_exclude: [Add]}}]", "providers.0: expected a"),
+        ("cpu_fallback: 1", "cpu_fallback: "),
         ("versions: {}", "versions: expected one of 'latest' and 'specific'"),
         ("versions: {latest: 1, specific: [1]}", "expected one of 'latest' and 'specific'"),
         ("versions: {latest: 0}", "versions.latest: "),
@@ -136,6 +151,32 @@ def test_a_fault_is_one_line_that_names_file_and_field(
     assert "models/m/model.yaml: " in line
     assert fault in line
     assert "\n" not in line
+
+
+def test_providers_are_names_or_names_with_options(tmp_path: Path) -> None:
+    text = "providers: [{tensorrt: {trt_fp16_enable: true, trt_max_workspace_size: 1024}}, cuda]"
+    options = {"trt_fp16_enable": True, "trt_max_workspace_size": 1024}
+    assert load(tmp_path, text).providers == [{"tensorrt": options}, "cuda"]
+    assert load(tmp_path, "providers: [{cuda: {}}]").providers == [{"cuda": {}}]
+
+
+def torch_config(**fields: object) -> ModelConfig:
+    tensors = {"inputs": [given("x", "FP32", -1, 4)], "outputs": [given("y", "FP32", -1, 4)]}
+    return config(backend="torch", factory="my.models:build_ranker", **tensors, **fields)
+
+
+def test_a_torch_model_names_its_tensors() -> None:
+    torch = torch_config()
+    assert torch.factory == "my.models:build_ranker"
+    assert [tensor.spec for tensor in torch.inputs or ()] == [X]
+    assert [tensor.spec for tensor in torch.outputs or ()] == [Y]
+
+
+@pytest.mark.parametrize("field", ["providers", "cpu_fallback", "intra_op_threads"])
+def test_fields_of_onnx_runtime_are_not_for_torch(field: str) -> None:
+    values = {"providers": ["cpu"], "cpu_fallback": False, "intra_op_threads": 1}
+    with pytest.raises(ValueError, match=f"'{field}' is a field of the backend onnxruntime"):
+        torch_config(**{field: values[field]})
 
 
 def test_whole_numbers_of_milliseconds_are_fine(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from numpy.typing import NDArray
 from onnx import helper
 
-from models.errors import BackendError, InvalidInputError, ModelLoadError
+from models.errors import BackendError, InvalidInputError, ModelConfigError, ModelLoadError
 from models.onnx_backend import OnnxBackend
+from models.spec import ProviderEntry
 from models.tensor_spec import DATATYPE_TO_DTYPE, TensorSpec
 from tests import model_zoo
 
@@ -238,3 +241,72 @@ def test_what_onnx_runtime_refuses_is_told_in_one_line(tmp_path: Path) -> None:
     assert "Nonsense" in text
     assert "\n" not in text
     assert str(tmp_path) not in text
+
+
+@pytest.mark.parametrize(
+    ("providers", "fault"),
+    [
+        (
+            ["cuda"],
+            "'cuda' needs a GPU, but the device is the cpu; start with --device cuda:0, or ",
+        ),
+        ([{"tensorrt": {}}], "'tensorrt' needs a GPU, but the device is the cpu"),
+        (["CUDAExecutionProvider"], "'CUDAExecutionProvider' needs a GPU"),
+        (["gpu"], "unknown provider 'gpu'; installed are "),
+        (["cpu", "CPUExecutionProvider"], "'cpu' is listed twice"),
+    ],
+)
+def test_providers_that_a_cpu_does_not_have(
+    tmp_path: Path, providers: list[ProviderEntry], fault: str
+) -> None:
+    with pytest.raises(ModelConfigError) as caught:
+        OnnxBackend(model_zoo.add1(tmp_path), providers=providers)
+    assert str(caught.value).startswith(f"providers: {fault}")
+
+
+@pytest.mark.parametrize("name", ["cpu", "CPUExecutionProvider"])
+@pytest.mark.parametrize("cpu_fallback", [False, True])
+def test_the_cpu_may_be_named(tmp_path: Path, name: str, cpu_fallback: bool) -> None:
+    path = model_zoo.add1(tmp_path)
+    backend = OnnxBackend(path, providers=[name], cpu_fallback=cpu_fallback)
+    assert not backend.takes_device_arrays
+    np.testing.assert_array_equal(backend.run({"x": rows(2)}, ["y"])["y"], rows(2, 1.0))
+
+
+REMOTE = "AzureExecutionProvider"  # of the package for the CPU; it runs no operator of ONNX
+
+
+@pytest.mark.skipif(
+    REMOTE not in onnxruntime.get_available_providers(), reason=f"{REMOTE} is not installed"
+)
+def test_nodes_that_a_provider_cannot_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = model_zoo.slow(tmp_path)
+    with pytest.raises(ModelLoadError) as caught:
+        OnnxBackend(path, label="m/1/model.onnx", providers=[REMOTE])
+    text = str(caught.value)
+    assert text.startswith(
+        f"m/1/model.onnx: {REMOTE} cannot run all of the model, or would be slower than the CPU: "
+        "ONNX Runtime leaves "
+    )
+    assert "Loop ''" in text
+    assert "set cpu_fallback: true in model.yaml" in text
+    with caplog.at_level(logging.WARNING):
+        backend = OnnxBackend(path, label="m/1/model.onnx", providers=[REMOTE], cpu_fallback=True)
+    (message,) = caplog.messages
+    assert message.startswith("m/1/model.onnx: ONNX Runtime runs ")
+    assert message.endswith(" on the CPU")
+    n = np.array([[3]])
+    np.testing.assert_array_equal(backend.run({"n": n}, ["n_out"])["n_out"], n)
+
+
+def test_inputs_are_waited_for(tmp_path: Path) -> None:
+    backend = OnnxBackend(model_zoo.add1(tmp_path))
+    x = rows(2, -5.0)
+
+    class Arrival:
+        """An event of rows that are written when it is waited for."""
+
+        def wait(self) -> None:
+            x[:] = rows(2)
+
+    np.testing.assert_array_equal(backend.run({"x": x}, ["y"], [Arrival()])["y"], rows(2, 1.0))

@@ -447,3 +447,59 @@ def test_the_configuration_in_tritons_shape(root: Path, repository: ModelReposit
     assert config["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": [2, 3]}]
     assert config["version_policy"] == {"specific": {"versions": [1]}}
     assert "dynamic_batching" not in config
+
+
+def write_torch_model(root: Path) -> Path:
+    """`y` = `x` * w, FP32 [-1,4], with w = 3 in the file of the weights."""
+    safetensors = pytest.importorskip("safetensors.numpy")
+    folder = root / "models" / "scale" / "1"
+    folder.mkdir(parents=True)
+    (folder / "scale.py").write_text(
+        "import torch\n"
+        "class Scale(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.w = torch.nn.Parameter(torch.zeros(()))\n"
+        "    def forward(self, x):\n"
+        "        return x * self.w\n"
+    )
+    (folder.parent / "model.yaml").write_text(
+        "backend: torch\n"
+        "factory: scale:Scale\n"
+        "inputs: [{name: x, datatype: FP32, shape: [-1, 4]}]\n"
+        "outputs: [{name: y, datatype: FP32, shape: [-1, 4]}]\n"
+    )
+    safetensors.save_file({"w": np.array(3, np.float32)}, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def test_a_torch_model_is_opened_where_its_code_is_trusted(root: Path, device: Device) -> None:
+    pytest.importorskip("torch")
+    path = write_torch_model(root)
+    trusting = ModelRepository(root, tables={}, device=device, trust_model_code=True)
+    (model,) = trusting.open("scale")
+    outputs = model.backend.run({"x": np.ones((2, 4), np.float32)}, ["y"])
+    np.testing.assert_array_equal(outputs["y"], np.full((2, 4), 3, np.float32))
+    assert charges(device) == {"model:scale:1": path.stat().st_size}
+    config = model.triton_config()
+    assert (config["backend"], config["default_model_filename"]) == ("torch", "model.safetensors")
+    model.close()
+    careful = ModelRepository(root, tables={}, device=device)
+    assert "start it with --trust-model-code" in load_error(careful, "scale")
+    assert charges(device) == {}
+
+
+def test_a_torch_model_without_weights(root: Path, repository: ModelRepository) -> None:
+    write_torch_model(root).unlink()
+    expected = "models/scale/1/model.safetensors: No such file or directory"
+    assert load_error(repository, "scale") == expected
+
+
+def test_providers_of_a_gpu_on_a_cpu(root: Path, repository: ModelRepository) -> None:
+    model_zoo.add1(root, providers=["cuda"])
+    assert load_error(repository, "add1") == (
+        "models/add1/model.yaml: providers: 'cuda' needs a GPU, but the device is the cpu; start "
+        "with --device cuda:0, or leave 'providers' out (models/add1/1/model.onnx)"
+    )
+    model_zoo.add1(root, providers=["cpu"])
+    assert answer(repository.open("add1")[0]) == 1.0
