@@ -8,6 +8,7 @@ FOLDERS := server cache models loadtests tests benchmarks
 DEMO := demo
 DEMO_ROWS ?= 5000000
 SWEEP ?=
+GPU_CHECK ?=
 
 .PHONY: help install demo serve test check bench sweep gpu-check clean
 
@@ -51,8 +52,15 @@ check: install  ## Lint, format and types.
 bench: install  ## Measure lookups against NumPy and torch in one run.
 	$(BIN)/python -m benchmarks.lookup
 
-gpu-check: install  ## Check a GPU; this version has no CUDA device, so it says so and fails.
-	$(BIN)/hotshelf serve --device cuda:0 --repository $(DEMO)
+# Nothing is installed: PYTHON where it is given, else the first that is there and has CuPy.
+GPU_PYTHONS := $(if $(filter file,$(origin PYTHON)),$(BIN)/python python3) $(PYTHON)
+HAS_CUPY := import importlib.util, sys; sys.exit(importlib.util.find_spec("cupy") is None)
+
+# GPU_CHECK has options of it, for example GPU_CHECK="--only hits misses".
+gpu-check:  ## Check a GPU: right results, then speed against its own ceilings.
+	@for python in $(GPU_PYTHONS); do \
+	  $$python -c '$(HAS_CUPY)' 2>/dev/null && break; \
+	done; exec $$python -m benchmarks.gpu_check $(GPU_CHECK)
 
 clean:  ## Remove what the targets made.
 	rm -rf $(VENV) $(DEMO) out build *.egg-info
