@@ -7,7 +7,7 @@ from typing import Any
 
 from cache import Device, FeatureCache
 from server.model_manager import IndexEntry
-from server.settings import Settings, format_size
+from server.settings import Settings, format_size, table_memory
 
 
 def banner(
@@ -44,9 +44,9 @@ def serving_fields(
         "device": device.name,
         "budgets": {
             "device": {
-                "max_bytes": settings.device_memory,
+                "max_bytes": device.max_bytes,
                 "reserve": settings.reserve,
-                "max_table_bytes": settings.table_memory,
+                "max_table_bytes": table_memory(settings, device),
                 "used_bytes": device.budget.used_bytes,
             },
             "host": {
@@ -73,8 +73,8 @@ def _budgets(settings: Settings, device: Device) -> list[str]:
     used = format_size(device.budget.used_bytes)
     host_used = format_size(device.host_budget.used_bytes)
     return [
-        f"device {format_size(settings.device_memory)}, of it {settings.reserve:.0%} in reserve, "
-        f"tables up to {format_size(settings.table_memory)}; {used} used",
+        f"device {format_size(device.max_bytes)}, of it {settings.reserve:.0%} in reserve, "
+        f"tables up to {format_size(table_memory(settings, device))}; {used} used",
         f"host {format_size(settings.host_memory)}; {host_used} used",
     ]
 

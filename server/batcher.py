@@ -1,4 +1,4 @@
-"""Dynamic batching: the policy, and the worker that carries it out."""
+"""Dynamic batching: the workers that carry out the policy of `server/batch_queue.py`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import asyncio
 import math
 import threading
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from server.batch_queue import BatchQueue, Queued
 from server.engine import BatchResult
 from server.errors import (
     InferenceError,
@@ -21,145 +22,32 @@ from server.errors import (
     ShuttingDownError,
     as_server_error,
 )
+from server.pacing import Pace
 from server.requests import InferenceRequest, InferenceResponse
 from server.statistics import BatchTimings, ModelStatistics, RequestTimings
 
-
-@dataclass(slots=True, eq=False)
-class Queued:
-    """A request as the policy sees it; times are in seconds of the caller's clock.
-
-    Only requests with equal `shape_key` share a batch. After `deadline_s` it is never taken.
-    """
-
-    num_rows: int
-    shape_key: Hashable
-    arrived_s: float
-    deadline_s: float = math.inf
+Prepared = TypeVar("Prepared", bound="Closable")
 
 
-Item = TypeVar("Item", bound=Queued)
+class Closable(Protocol):
+    """A prepared batch as the batcher sees it."""
+
+    def close(self) -> None:
+        """Gives back what the batch holds, when it is not computed; blocks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Take(Generic[Item]):
-    """What to do now: run `batch`, or when it is empty, ask again after `wait_s`.
+class BatchEngine(Protocol[Prepared]):
+    """What the batcher needs of the engine. Both stages block, and raise for the whole batch."""
 
-    `wait_s` is None when nothing is queued. `expired` items have left the queue unexecuted.
-    """
+    @property
+    def can_overlap(self) -> bool:
+        """Whether it is worth it to prepare a batch while another one computes."""
 
-    batch: list[Item]
-    expired: list[Item]
-    wait_s: float | None = None
+    def prepare(self, requests: Sequence[InferenceRequest]) -> Prepared:
+        """Gets everything that the batch needs; holds nothing when it raises."""
 
-
-class _Group(OrderedDict[Item, None]):
-    """Items of one shape key in order of arrival, and their rows in all."""
-
-    num_rows = 0
-
-    def head(self) -> Item:
-        return next(iter(self))
-
-
-class BatchQueue(Generic[Item]):
-    """The batching policy: what runs next, and what it waits for.
-
-    Whole requests leave in order of arrival within one shape key, up to `max_batch_size` rows; one
-    that does not fit ends the batch. The oldest head goes first. A batch that is not full waits
-    until its head is `max_queue_delay_s` old; one without rows does not wait. With a
-    `max_batch_size` of 0 each request runs alone and at once. It has no clock and no lock.
-    """
-
-    def __init__(
-        self, max_batch_size: int, max_queue_size: int, max_queue_delay_s: float = 0.0
-    ) -> None:
-        self.max_batch_size = max_batch_size
-        self.max_queue_size = max_queue_size
-        self.max_queue_delay_s = max_queue_delay_s
-        self._key_to_group: dict[Hashable, _Group[Item]] = {}
-        self._num_requests = 0
-
-    def __len__(self) -> int:
-        return self._num_requests
-
-    def __repr__(self) -> str:
-        groups = [[item.num_rows for item in group] for group in self._key_to_group.values()]
-        return f"BatchQueue(rows={groups})"
-
-    def is_full(self) -> bool:
-        """Whether no further request may be added."""
-        return self._num_requests >= self.max_queue_size
-
-    def add(self, item: Item) -> bool:
-        """Queues a request; returns whether the answer of `take` may have changed by it."""
-        assert not self.is_full()
-        assert not self.max_batch_size or item.num_rows <= self.max_batch_size
-        group = self._key_to_group.setdefault(item.shape_key, _Group())
-        group[item] = None
-        group.num_rows += item.num_rows
-        self._num_requests += 1
-        return len(group) == 1 or self._cannot_grow(group)
-
-    def cancel(self, item: Item) -> bool:
-        """Takes a request out of the queue; False when it is not (or no longer) queued."""
-        group = self._key_to_group.get(item.shape_key)
-        if group is None or item not in group:
-            return False
-        self._remove(group, item)
-        return True
-
-    def take(self, now_s: float, *, is_draining: bool = False) -> Take[Item]:
-        """The next batch, if one is due; with `is_draining` nothing waits for more to come."""
-        expired: list[Item] = []
-        while groups := self._key_to_group.values():
-            due = [g for g in groups if is_draining or self._due_s(g) <= now_s]
-            if not due:
-                wait_s = min(self._due_s(group) for group in groups) - now_s
-                return Take([], expired, wait_s)
-            oldest = min(due, key=lambda group: group.head().arrived_s)
-            if batch := self._take_from(oldest, now_s, expired):
-                return Take(batch, expired)
-        return Take([], expired)
-
-    def _cannot_grow(self, group: _Group[Item]) -> bool:
-        # Rows beyond the limit, too, mean that the next request does not fit.
-        return group.num_rows >= self.max_batch_size
-
-    def _due_s(self, group: _Group[Item]) -> float:
-        if self._cannot_grow(group) or not group.num_rows:
-            return -math.inf
-        return group.head().arrived_s + self.max_queue_delay_s
-
-    def _take_from(self, group: _Group[Item], now_s: float, expired: list[Item]) -> list[Item]:
-        batch: list[Item] = []
-        num_rows = 0
-        while group:
-            item = group.head()
-            is_expired = item.deadline_s <= now_s
-            if not is_expired and batch and num_rows + item.num_rows > self.max_batch_size:
-                break
-            self._remove(group, item)
-            if is_expired:
-                expired.append(item)
-            else:
-                batch.append(item)
-                num_rows += item.num_rows
-        return batch
-
-    def _remove(self, group: _Group[Item], item: Item) -> None:
-        del group[item]
-        group.num_rows -= item.num_rows
-        self._num_requests -= 1
-        if not group:
-            del self._key_to_group[item.shape_key]
-
-
-class BatchEngine(Protocol):
-    """What the batcher needs of the engine."""
-
-    def run(self, requests: Sequence[InferenceRequest]) -> BatchResult:
-        """Computes a batch, or raises for all of it; blocks."""
+    def compute(self, batch: Prepared) -> BatchResult:
+        """Runs the model on a prepared batch and closes the batch, also when it raises."""
 
     def answer_empty(self, request: InferenceRequest) -> InferenceResponse | None:
         """The response to a request of zero rows, when the model need not run for it."""
@@ -179,20 +67,40 @@ class _Pending(Queued):
     future: asyncio.Future[Answer]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Batch(Generic[Prepared]):
+    """A batch that is prepared."""
+
+    requests: list[_Pending]
+    num_rows: int
+    started_s: float
+    prepared: Prepared
+
+
 Outcome = Answer | ServerError
 
 
-class Batcher:
-    """One worker thread that runs batches of a queue, and the event loop's side of it.
+class Batcher(Generic[Prepared]):
+    """Two worker threads that run batches of a queue, and the event loop's side of it.
 
-    While the worker is busy the queue grows and becomes the next batch. `start`, `submit` and
-    `stop` are called on one event loop.
+    A batch is prepared and then computed. One batch at a time is computed, and one is ahead:
+    it is prepared while the other computes. It is closed when it is full, or just in time to be
+    ready (`Pace`), or when nothing computes. Whichever worker is free takes it. The one
+    that computes goes on with the batch that is ahead when that is ready, so an idle model and a
+    busy one have no hand-over between threads on the way of a request. An engine that gains nothing
+    by it has one worker.
+
+    When a batch fails, its requests are run again one by one, before the queue, so that only the
+    faulty one fails. They are prepared anew in their turn: whoever has the turn to compute never
+    waits for a frame, so that one frame is enough.
+
+    `start`, `submit` and `stop` are called on one event loop.
     """
 
     def __init__(
         self,
         name: str,
-        engine: BatchEngine,
+        engine: BatchEngine[Prepared],
         queue: BatchQueue[_Pending],
         statistics: ModelStatistics,
         *,
@@ -205,18 +113,30 @@ class Batcher:
         self._statistics = statistics
         self._request_timeout_s = request_timeout_s
         self._clock = clock
-        self._wakeup = threading.Condition()  # guards the queue and the two flags
+        self._pace = Pace()
+        self._lock = threading.Lock()  # guards the queue, and all from here to the workers
+        self._waiting: list[threading.Condition] = []  # of workers; a stack, see `_wake`
+        self._retries: deque[_Pending] = deque()
         self._is_closed = False
-        self._is_running = False
-        self._thread = threading.Thread(target=self._work, name=f"batcher {name}", daemon=False)
+        self._has_died = False  # a worker, of a fault of our own: the other one ends too
+        self._is_ahead = False  # a batch is being prepared, or is `_next`
+        self._next: _Batch[Prepared] | None = None
+        self._computing: _Batch[Prepared] | None = None
+        self._computing_since_s = 0.0
+        self._workers = [
+            threading.Thread(target=self._work, name=f"batcher {name}", daemon=False)
+            for _ in range(2 if engine.can_overlap else 1)
+        ]
+        self._num_working = len(self._workers)
         self._loop: asyncio.AbstractEventLoop
         self._unanswered: set[_Pending] = set()  # touched on the event loop only
         self._ended = asyncio.Event()
 
     def start(self) -> None:
-        """Starts the worker; its results go to the running event loop."""
+        """Starts the workers; their results go to the running event loop."""
         self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        for worker in self._workers:
+            worker.start()
 
     async def submit(self, request: InferenceRequest) -> Answer:
         """Queues a request and waits for its answer.
@@ -245,23 +165,26 @@ class Batcher:
                 timer.cancel()
 
     async def stop(self, grace_s: float | None = None) -> bool:
-        """Refuses new requests, finishes the accepted ones and ends the worker.
+        """Refuses new requests, finishes the accepted ones and ends the workers.
 
         After `grace_s` (None: no limit) those left are answered ShuttingDownError. Returns False
-        when the engine still runs then; the worker ends when it returns. May be called again.
+        when the engine still runs then; the workers end when it returns. May be called again.
         """
-        with self._wakeup:
+        with self._lock:
             self._is_closed = True
-            self._wakeup.notify()
+            self._wake_all()
         try:
             async with asyncio.timeout(grace_s):
                 await self._ended.wait()
         except TimeoutError:
             self._abandon(ShuttingDownError("the server stopped before this request was answered"))
-            if self._is_running:
+            with self._lock:
+                is_running = self._is_ahead or self._computing is not None
+            if is_running:
                 return False
             await self._ended.wait()
-        self._thread.join()
+        for worker in self._workers:
+            worker.join()
         return True
 
     def _enqueue(self, request: InferenceRequest, timeout_s: float) -> _Pending:
@@ -280,7 +203,7 @@ class Batcher:
             request=request,
             future=self._loop.create_future(),
         )
-        with self._wakeup:
+        with self._lock:
             if self._is_closed:
                 raise ShuttingDownError(f"model {self._name!r} is closing")
             if self._queue.is_full():
@@ -289,16 +212,16 @@ class Batcher:
                 )
             self._statistics.add_pending(1)
             if self._queue.add(pending):
-                self._wakeup.notify()
+                self._wake()
         self._unanswered.add(pending)
         return pending
 
     def _dequeue(self, pending: _Pending) -> bool:
-        with self._wakeup:
+        with self._lock:
             is_dequeued = self._queue.cancel(pending)
             if is_dequeued:
                 self._statistics.add_pending(-1)
-                self._wakeup.notify()
+                self._wake()
         return is_dequeued
 
     def _expire(self, pending: _Pending) -> None:
@@ -318,50 +241,143 @@ class Batcher:
         )
 
     def _work(self) -> None:
+        has_died = True
+        wakeup = threading.Condition(self._lock)
         try:
-            while batch := self._next_batch():
-                self._run(batch)
+            while requests := self._take(wakeup):
+                batch = self._prepare(requests)
+                while batch is not None:
+                    batch = self._compute(batch)
+            has_died = False
         finally:
-            self._call_on_loop(self._end)
+            with self._lock:
+                self._num_working -= 1
+                self._is_closed = True
+                self._has_died = self._has_died or has_died
+                self._wake_all()
+                is_last = not self._num_working
+            if is_last:
+                self._call_on_loop(self._end)
 
     def _end(self) -> None:
-        # Nothing is unanswered here unless the worker died of a fault of our own.
+        # Nothing is unanswered here unless a worker died of a fault of our own.
         self._is_closed = True
         self._abandon(InferenceError("the model's worker ended"))
         self._ended.set()
 
-    def _next_batch(self) -> list[_Pending] | None:
-        with self._wakeup:
-            self._is_running = False
-            while True:
-                take = self._queue.take(self._clock(), is_draining=self._is_closed)
-                self._statistics.add_pending(-len(take.batch) - len(take.expired))
-                if take.expired:
-                    self._post([(item, self._timeout_error(item)) for item in take.expired])
-                if take.batch:
-                    self._is_running = True
-                    return take.batch
-                if self._is_closed:
-                    return None
-                self._wakeup.wait(take.wait_s)
+    def _take(self, wakeup: threading.Condition) -> list[_Pending] | None:
+        """Waits for a batch to prepare; None when no more can come. Each worker has a `wakeup`."""
+        with self._lock:
+            while not self._has_died:
+                wait_s = None
+                if not self._is_ahead:
+                    if retry := self._next_retry():
+                        self._is_ahead = True
+                        return [retry]
+                    take = self._queue.take(
+                        self._clock(), is_draining=self._is_closed, not_before_s=self._close_s
+                    )
+                    self._statistics.add_pending(-len(take.batch) - len(take.expired))
+                    if take.expired:
+                        self._post([(item, self._timeout_error(item)) for item in take.expired])
+                    if take.batch:
+                        self._is_ahead = True
+                        return take.batch
+                    if self._is_closed and self._computing is None:
+                        return None
+                    wait_s = take.wait_s
+                self._waiting.append(wakeup)
+                wakeup.wait(None if wait_s == math.inf else wait_s)
+                if wakeup in self._waiting:  # the time is over, and nobody called
+                    self._waiting.remove(wakeup)
+        return None
 
-    def _run(self, batch: list[_Pending]) -> None:
-        """Runs a batch; when it fails, each of its requests alone, so that only the faulty fail."""
+    def _wake(self) -> None:
+        """Has a worker look at the queue; the caller holds the lock.
+
+        It is the one that began to wait last: an idle model stays on one thread, whose memory is in
+        the caches. Nobody is woken while another batch is ahead, whose worker wakes one when it is
+        its turn, or while a worker is on its way to the queue by itself.
+        """
+        are_all_idle = len(self._waiting) == self._num_working
+        if self._waiting and not self._is_ahead and (self._computing is not None or are_all_idle):
+            self._waiting.pop().notify()
+
+    def _wake_all(self) -> None:
+        while self._waiting:
+            self._waiting.pop().notify()
+
+    def _next_retry(self) -> _Pending | None:
+        while self._retries:
+            if not (pending := self._retries.popleft()).future.done():
+                return pending
+        return None
+
+    def _close_s(self, num_rows: int) -> float:
+        """When to close a batch that has `num_rows` so far."""
+        if self._computing is None:
+            return -math.inf
+        return self._pace.close_s(self._computing_since_s, self._computing.num_rows, num_rows)
+
+    def _prepare(self, requests: list[_Pending]) -> _Batch[Prepared] | None:
+        """Prepares a batch; None when it failed, or when the other worker goes on with it."""
         started_s = self._clock()
         try:
-            result = self._engine.run([pending.request for pending in batch])
+            prepared = self._engine.prepare([pending.request for pending in requests])
         except Exception as error:
-            if len(batch) == 1:
-                self._post([(batch[0], as_server_error(error, f"model {self._name!r}"))])
-                return
-        else:
-            num_rows = sum(pending.num_rows for pending in batch)
-            self._statistics.record_execution(num_rows, result.timings)
-            self._post(_answers(batch, result, started_s))
+            self._fail(requests, error)
+            with self._lock:
+                self._is_ahead = False
+            return None
+        num_rows = sum(pending.num_rows for pending in requests)
+        batch = _Batch(requests, num_rows, started_s, prepared)
+        with self._lock:
+            if self._computing is not None:
+                self._next = batch
+                return None
+            self._begin(batch)
+        return batch
+
+    def _begin(self, batch: _Batch[Prepared]) -> None:
+        """Gives a batch its turn to compute; the caller holds the lock."""
+        self._computing, self._computing_since_s = batch, self._clock()
+        self._is_ahead = False
+        if self._queue or self._retries:
+            self._wake()  # the other worker may prepare the next one now
+
+    def _compute(self, batch: _Batch[Prepared]) -> _Batch[Prepared] | None:
+        """Computes a batch, and returns the next one when it is ready."""
+        result = None
+        try:
+            if all(pending.future.done() for pending in batch.requests):
+                batch.prepared.close()  # nobody waits for it any more
+            else:
+                result = self._engine.compute(batch.prepared)
+        except Exception as error:
+            self._fail(batch.requests, error)
+        with self._lock:
+            if result is not None and len(self._workers) > 1:
+                self._pace.record(batch.num_rows, result.timings)
+            following, self._next = self._next, None
+            self._computing = None
+            if following is not None:
+                self._begin(following)
+        # Answered at last, so that the next request of an idle model finds nothing computing.
+        if result is not None:
+            self._statistics.record_execution(batch.num_rows, result.timings)
+            self._post(_answers(batch, result))
+        return following
+
+    def _fail(self, requests: list[_Pending], error: Exception) -> None:
+        """Answers a request that failed alone; has those of a batch run once more, one by one.
+
+        The caller goes on with them, so nobody need be woken.
+        """
+        if len(requests) == 1:
+            self._post([(requests[0], as_server_error(error, f"model {self._name!r}"))])
             return
-        for pending in batch:
-            if not pending.future.done():
-                self._run([pending])
+        with self._lock:
+            self._retries.extend(requests)
 
     def _post(self, outcomes: list[tuple[_Pending, Outcome]]) -> None:
         self._call_on_loop(_settle_all, outcomes)
@@ -375,18 +391,17 @@ class Batcher:
                 raise
 
 
-def _answers(
-    batch: list[_Pending], result: BatchResult, started_s: float
-) -> list[tuple[_Pending, Outcome]]:
+def _answers(batch: _Batch[Any], result: BatchResult) -> list[tuple[_Pending, Outcome]]:
+    begun_s = batch.started_s + result.timings.wait_s
     return [
         (
             pending,
             Answer(
                 response,
-                RequestTimings(pending.num_rows, started_s - pending.arrived_s, result.timings),
+                RequestTimings(pending.num_rows, begun_s - pending.arrived_s, result.timings),
             ),
         )
-        for pending, response in zip(batch, result.responses, strict=True)
+        for pending, response in zip(batch.requests, result.responses, strict=True)
     ]
 
 

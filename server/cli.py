@@ -1,4 +1,4 @@
-"""The command line: `hotshelf serve`, `hotshelf demo init`, `hotshelf sweep`."""
+"""The command line: `hotshelf serve`, `doctor`, `demo init`, `sweep`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 
-from server.settings import NAME_TO_OPTION, SettingsError, read_settings
+from server.settings import NAME_TO_OPTION, YES, SettingsError, read_settings
 
 WRONG_SETTING = 2
 CANNOT_START = 1
@@ -20,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(prog="hotshelf", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(metavar="command", required=True)
     _add_serve(commands.add_parser("serve", help="serve models over HTTP", allow_abbrev=False))
+    _add_doctor(commands.add_parser("doctor", help="what this machine has", allow_abbrev=False))
     demo = commands.add_parser("demo", help="a repository to try things with")
     demo_commands = demo.add_subparsers(metavar="command", required=True)
     _add_load_test(demo_commands, arguments, ("demo", "init"), "write the demo repository")
@@ -37,10 +38,12 @@ def _add_serve(parser: ArgumentParser) -> None:
     for name, option in NAME_TO_OPTION.items():
         default = f"; default {option.default_text}" if option.default_text else ""
         text = f"{option.help} ({option.allowed}{default})".replace("%", "%%")
+        flag = f"--{name.replace('_', '-')}"
         if name == "model_file":
             parser.add_argument(name, nargs="?", metavar="MODEL", help=text)
+        elif option.is_flag:
+            parser.add_argument(flag, dest=name, action="store_const", const=YES, help=option.help)
         else:
-            flag = f"--{name.replace('_', '-')}"
             parser.add_argument(flag, dest=name, metavar="VALUE", help=text)
     parser.add_argument("--config", metavar="FILE", help="a YAML file with these options")
     parser.set_defaults(run=_serve)
@@ -64,6 +67,33 @@ def _serve(options: Namespace) -> int:
     except StartError as error:
         return _fail(str(error), CANNOT_START)
     return 0
+
+
+def _add_doctor(parser: ArgumentParser) -> None:
+    parser.description = "Says what was found of what Hotshelf can use, and what to do."
+    option = NAME_TO_OPTION["device"]
+    parser.add_argument(
+        "--device", metavar="VALUE", default=option.default_text,
+        help=f"the device that must be usable ({option.allowed}; default auto: any)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(options: Namespace) -> int:
+    try:
+        NAME_TO_OPTION["device"].parse(options.device)
+    except ValueError:
+        allowed = NAME_TO_OPTION["device"].allowed
+        return _fail(f"device: expected {allowed}, got {options.device!r}", WRONG_SETTING)
+    try:
+        from server.doctor import Machine, examine
+    except ImportError as error:
+        fix = "in its folder: pip install -e '.[cpu]', or '.[gpu]'"
+        return _fail(f"{error}; Hotshelf is not installed as a whole; {fix}", CANNOT_START)
+    report = examine(options.device, Machine())
+    print(report.as_json() if options.json else report.text())
+    return 0 if report.can_serve else CANNOT_START
 
 
 def _fail(text: str, exit_code: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+import cache.device
 import cache.errors
 import models.errors
 
@@ -77,6 +78,12 @@ class InferenceError(ServerError):
     status = 500
 
 
+class DeviceFailedError(InferenceError):
+    """The device has failed and does not come back before a restart."""
+
+    status = 503
+
+
 class UnavailableError(ServerError):
     """The server cannot take this request now."""
 
@@ -113,6 +120,8 @@ _FOREIGN_ERRORS: tuple[tuple[type[Exception], type[ServerError]], ...] = (
     (cache.errors.UnknownTableError, NotFoundError),
     (cache.errors.AbsentKeyError, InvalidRequestError),
     (cache.errors.SourceError, InferenceError),
+    (cache.errors.OutOfMemoryError, UnavailableError),
+    (cache.device.DeviceError, DeviceFailedError),
 )
 
 

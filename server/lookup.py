@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from cache import FeatureCache, Lookup, LookupResult, Table
+from cache import Device, FeatureCache, Lookup, LookupResult, Table
+from cache.device import Buffers
 from cache.errors import UnknownTableError
 from models.tensor_spec import TensorSpec
 from server.errors import InvalidRequestError, QueueFullError
@@ -20,6 +23,7 @@ from server.oip_encode import EncodedResponse, encode_response
 from server.requests import InferenceRequest, InferenceResponse
 
 MAX_WAITING = 64
+MAX_KEPT_BYTES = 1 << 20  # of rows, by each thread, for its next lookup
 KEYS = TensorSpec("keys", "INT64", (-1,))
 
 
@@ -27,16 +31,21 @@ class TableLookup:
     """Looks up rows of one table for a client.
 
     It has threads of its own, so that tables on a slow disk hold up nothing but lookups. At most
-    MAX_WAITING lookups wait for one; a lookup that is cancelled while it waits is not run.
+    MAX_WAITING lookups wait for one; a lookup that is cancelled while it waits is not run. The
+    device writes rows to host memory of its own, and an answer gets a copy.
     """
 
-    def __init__(self, features: FeatureCache, max_answer_bytes: int, num_threads: int) -> None:
+    def __init__(
+        self, features: FeatureCache, device: Device, max_answer_bytes: int, num_threads: int
+    ) -> None:
         self.features = features
+        self._device = device
         self._max_answer_bytes = max_answer_bytes
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="lookup")
         self._free_threads = asyncio.Semaphore(num_threads)
         self._waiting: set[asyncio.Task[Any]] = set()
         self._unfinished: set[Future[EncodedResponse]] = set()
+        self._free_buffers: list[Buffers] = []  # a stack, of which each running lookup takes one
 
     async def answer(self, name: str, body: bytes, header_length: int | None) -> EncodedResponse:
         """The answer to a lookup in the protocol's form or the short form.
@@ -75,7 +84,11 @@ class TableLookup:
         for task in self._waiting:
             task.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
-        return not self._unfinished
+        if self._unfinished:
+            return False
+        while self._free_buffers:
+            self._free_buffers.pop().close()
+        return True
 
     def _answer(self, name: str, body: bytes, header_length: int | None) -> EncodedResponse:
         table = self.table(name)
@@ -121,10 +134,26 @@ class TableLookup:
                 f"(their rows may take {self._max_answer_bytes} bytes, max_body_bytes), "
                 f"got {keys.size}"
             )
-        rows = np.empty((keys.size, table.dim), np.float32)
-        with self.features.frame() as frame:
-            (result,) = frame.lookup([Lookup((table.name,), keys.astype(np.int64), rows)])
-        return rows, result
+        with self._buffers(num_bytes) as buffers:
+            rows = buffers.rows("rows", keys.size, table.dim)
+            with self.features.frame() as frame:
+                (result,) = frame.lookup([Lookup((table.name,), keys.astype(np.int64), rows)])
+            return np.array(rows), result  # the frame is left, so the rows are there
+
+    @contextmanager
+    def _buffers(self, num_bytes: int) -> Iterator[Buffers]:
+        """Host memory that the device can write, for one lookup; a large one is given back."""
+        try:
+            buffers = self._free_buffers.pop()
+        except IndexError:
+            buffers = self._device.new_buffers(is_on_host=True)
+        try:
+            yield buffers
+        finally:
+            if num_bytes > MAX_KEPT_BYTES:
+                buffers.close()
+            else:
+                self._free_buffers.append(buffers)
 
 
 def _counts(result: LookupResult) -> dict[str, int]:

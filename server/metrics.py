@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 
 from cache import Budget, FeatureCache
 from server.model_manager import ServedModel
+from server.nvml import GpuFigures, Nvml, memory_by_use
 from server.statistics import HISTOGRAMS, StatisticsSnapshot
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -72,7 +73,7 @@ _MODEL_FAMILIES = (
     ),
     (
         "nv_inference_queue_duration_us", "counter",
-        "Time that answered requests were queued.", "queue.ns",
+        "Time that answered requests were queued or waited for their turn.", "queue.ns",
     ),
     (
         "nv_inference_compute_input_duration_us", "counter",
@@ -88,9 +89,18 @@ _MODEL_FAMILIES = (
     ),
 )  # fmt: skip
 
+# Name, help, and where a reading has the value.
+_GPU_FAMILIES = (
+    ("nv_gpu_utilization", "Share of the time that the GPU worked, 0 to 1.", "utilization"),
+    ("nv_gpu_memory_total_bytes", "Memory of the GPU.", "total_bytes"),
+    ("nv_gpu_memory_used_bytes", "Memory that all processes use.", "used_bytes"),
+    ("nv_gpu_power_usage", "Power that the GPU draws, in watts.", "power_watts"),
+    ("nv_gpu_power_limit", "Power that the GPU may draw, in watts.", "power_limit_watts"),
+)
+
 _HISTOGRAM_HELP = {
     "request": "Time of an answered request, from decoded to encoded.",
-    "queue": "Time in the queue.",
+    "queue": "Time in the queue, and waiting for the turn to compute.",
     "lookup": "Time of the feature lookup of the request's batch.",
     "compute": "Time of the model's run of the request's batch.",
     "encode": "Time of encoding the response.",
@@ -98,11 +108,17 @@ _HISTOGRAM_HELP = {
 
 
 class Metrics:
-    """Writes all metrics; may be called by any thread. Budgets go by the label `budget`."""
+    """Writes all metrics; may be called by any thread. Budgets go by the label `budget`.
 
-    def __init__(self, features: FeatureCache, budgets: Mapping[str, Budget]) -> None:
+    `gpu` is the GPU whose memory the budget `device` is, None where the device is no GPU.
+    """
+
+    def __init__(
+        self, features: FeatureCache, budgets: Mapping[str, Budget], gpu: Nvml | None = None
+    ) -> None:
         self._features = features
         self._budgets = budgets
+        self._gpu = gpu
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
 
@@ -115,10 +131,21 @@ class Metrics:
             *_model_families(snapshots),
             *_table_families(self._features),
             *_budget_families(self._budgets),
+            *self._gpu_families(),
             _page_faults(),
         ]
         text = "".join(f"{line}\n" for family in families for line in family.lines())
         return text.encode() + generate_latest(self._process)
+
+    def _gpu_families(self) -> Iterator[Family]:
+        figures = None if self._gpu is None else self._gpu.figures()
+        uses = Family("hotshelf_gpu_memory_bytes", "gauge", "Memory of the GPU, by use.")
+        if figures is not None:
+            charges = self._budgets["device"].charges()
+            for use, num_bytes in memory_by_use(charges, figures).items():
+                uses.add(num_bytes, gpu_uuid=figures.uuid, use=use)
+        yield from _nvml_families(figures)
+        yield uses
 
 
 def _model_families(snapshots: Iterable[tuple[str, str, StatisticsSnapshot]]) -> Iterator[Family]:
@@ -197,6 +224,15 @@ def _budget_families(budgets: Mapping[str, Budget]) -> Iterator[Family]:
         for owner, num_bytes in owners.items():
             charges.add(num_bytes, budget=name, owner=owner)
     yield from (sizes, used, charges)
+
+
+def _nvml_families(figures: GpuFigures | None) -> Iterator[Family]:
+    for name, help, attribute in _GPU_FAMILIES:
+        family = Family(name, "gauge", help)
+        value = None if figures is None else getattr(figures, attribute)
+        if figures is not None and value is not None:
+            family.add(value, gpu_uuid=figures.uuid)
+        yield family
 
 
 def _page_faults() -> Family:

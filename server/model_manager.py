@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
+from cache import Device
+from cache.profiling import nvtx_range
 from models.errors import ModelError, ModelLoadError, ModelNotFoundError, ModelNotReadyError
 from models.repository import LoadedModel
-from server.batcher import Batcher, BatchQueue
+from server.batch_queue import BatchQueue
+from server.batcher import Batcher
 from server.engine import Engine, FrameSource
 from server.errors import (
     ClientDisconnectedError,
@@ -83,15 +86,17 @@ class ServedModel:
         self,
         model: LoadedModel,
         features: FrameSource,
+        device: Device,
         statistics: ModelStatistics,
         clock: Clock = time.perf_counter,
     ) -> None:
         config = model.config
         self.model = model
         self.statistics = statistics
+        self._engine = Engine(model, features, device, clock)
         self.batcher = Batcher(
             f"{model.name}:{model.version}",
-            Engine(model, features, clock),
+            self._engine,
             BatchQueue(
                 model.max_batch_size, config.max_queue_size, config.max_queue_delay_ms / 1000
             ),
@@ -105,7 +110,7 @@ class ServedModel:
         self._unleased.set()
 
     def start(self) -> None:
-        """Starts the worker."""
+        """Starts the workers."""
         self.batcher.start()
 
     def acquire(self) -> None:
@@ -141,7 +146,8 @@ class ServedModel:
             with waiting:
                 answer = await self.batcher.submit(request)
             computed_s = self._clock()
-            encoded = encode(answer.response)
+            with nvtx_range("encode"):
+                encoded = encode(answer.response)
         except BaseException as error:
             self.statistics.record_failure(failure_reason(error), self._clock() - started_s)
             raise
@@ -155,7 +161,7 @@ class ServedModel:
         return encoded
 
     async def close(self, grace_s: float | None = None) -> bool:
-        """Waits for leases and the queue, ends the worker, and closes the model.
+        """Waits for leases and the queue, ends the workers, and closes the model.
 
         After `grace_s` (None: no limit) what is left is answered ShuttingDownError, and the model
         stays open when its backend still runs. Returns whether everything ended.
@@ -167,8 +173,14 @@ class ServedModel:
         except TimeoutError:
             if not await self.batcher.stop(grace_s=0):
                 return False
-        await asyncio.to_thread(self.model.close)
+        await asyncio.to_thread(self._close)
         return True
+
+    def _close(self) -> None:
+        try:
+            self._engine.close()
+        finally:
+            self.model.close()
 
 
 class ModelManager:
@@ -180,10 +192,15 @@ class ModelManager:
     """
 
     def __init__(
-        self, repository: Repository, features: FrameSource, clock: Clock = time.perf_counter
+        self,
+        repository: Repository,
+        features: FrameSource,
+        device: Device,
+        clock: Clock = time.perf_counter,
     ) -> None:
         self._repository = repository
         self._features = features
+        self._device = device
         self._clock = clock
         # The inner dicts are replaced as a whole and never changed.
         self._name_to_versions: dict[str, dict[str, ServedModel]] = {}
@@ -394,7 +411,7 @@ class ModelManager:
     def _serve(self, model: LoadedModel) -> ServedModel:
         key = (model.name, model.version)
         statistics = self._statistics.setdefault(key, ModelStatistics())
-        served = ServedModel(model, self._features, statistics, self._clock)
+        served = ServedModel(model, self._features, self._device, statistics, self._clock)
         served.start()
         return served
 

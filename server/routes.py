@@ -9,8 +9,9 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
+from cache import Device
 from server import schemas
-from server.errors import InvalidRequestError, UnavailableError
+from server.errors import DeviceFailedError, InvalidRequestError, UnavailableError
 from server.http_body import BodyReader, read_headers
 from server.infer_route import DisconnectWatcher, decode_name
 from server.lookup import TableLookup
@@ -35,6 +36,7 @@ BINARY = "application/octet-stream"
 class Services:
     """What the endpoints work on."""
 
+    device: Device
     manager: ModelManager
     lookup: TableLookup
     metrics: Metrics
@@ -94,14 +96,16 @@ def _health_routes(services: Services) -> APIRouter:
         """Name, version and extensions of the server."""
         return {"name": "hotshelf", "version": services.version, "extensions": EXTENSIONS}
 
-    @router.get("/v2/health/live")
+    @router.get("/v2/health/live", responses=failures(503))
     async def server_live() -> schemas.Live:
-        """The process answers."""
+        """The process answers, and its device has not failed."""
+        _check_device(services)
         return schemas.Live()
 
     @router.get("/v2/health/ready", responses=failures(503))
     async def server_ready() -> schemas.Ready:
         """The models of the start are loaded, and the server is not shutting down."""
+        _check_device(services)
         if not services.manager.is_ready():
             raise UnavailableError("the server is not ready: it is starting or shutting down")
         return schemas.Ready()
@@ -117,6 +121,11 @@ def _health_routes(services: Services) -> APIRouter:
         return Response(text, media_type=CONTENT_TYPE)
 
     return router
+
+
+def _check_device(services: Services) -> None:
+    if services.device.fault is not None:
+        raise DeviceFailedError(services.device.fault)
 
 
 def _model_routes(services: Services) -> APIRouter:

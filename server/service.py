@@ -15,7 +15,9 @@ import uvicorn
 import uvloop
 
 from cache import Device, FeatureCache, open_device, warm_up
+from cache.cuda import CudaDevice
 from cache.errors import CacheError
+from cache.profiling import load_nvtx, use_nvtx
 from models.errors import ModelError
 from models.repository import ModelRepository
 from server.app import App
@@ -26,8 +28,9 @@ from server.logs import configure_logging
 from server.lookup import TableLookup
 from server.metrics import Metrics
 from server.model_manager import IndexEntry, ModelManager
+from server.nvml import Nvml
 from server.routes import Services
-from server.settings import Settings
+from server.settings import Settings, SettingsError, table_memory
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,8 @@ def serve(settings: Settings) -> None:
     """Serves until it is told to end; raises StartError. Call it from the main thread."""
     configure_logging(settings.log_format, settings.log_level)
     try:
+        if settings.nvtx:
+            use_nvtx(load_nvtx())
         listener = _bind(settings.host, settings.port)
         device = open_device(
             settings.device,
@@ -54,11 +59,12 @@ def serve(settings: Settings) -> None:
         warm_up()
         repository = _open_repository(settings, device, features)
         repository.names()  # a repository that cannot be read ends the start here
-    except (CacheError, ModelError) as error:
+    except (CacheError, ModelError, SettingsError) as error:
         raise StartError(str(error)) from error
-    service = Service(settings, device, features, ModelManager(repository, features))
+    service = Service(settings, device, features, ModelManager(repository, features, device))
     uvloop.run(service.run(listener))
     features.close()
+    device.close()
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -83,7 +89,7 @@ def _open_tables(settings: Settings, device: Device) -> FeatureCache:
     return FeatureCache.open(
         settings.repository / "tables",
         device,
-        table_memory_bytes=settings.table_memory,
+        table_memory_bytes=table_memory(settings, device),
         host_memory_bytes=settings.host_memory,
         is_direct_io=settings.io == "direct",
         num_frames=settings.pipeline_depth,
@@ -98,7 +104,12 @@ def _open_repository(settings: Settings, device: Device, features: FeatureCache)
             settings.model_file, tables=features.tables, device=device
         )
     assert settings.repository is not None
-    return ModelRepository(settings.repository, tables=features.tables, device=device)
+    return ModelRepository(
+        settings.repository,
+        tables=features.tables,
+        device=device,
+        trust_model_code=settings.trust_model_code,
+    )
 
 
 class Service:
@@ -115,7 +126,9 @@ class Service:
         self._features = features
         self._manager = manager
         self._bodies = BodyReader(settings.max_body_bytes)
-        self._lookup = TableLookup(features, settings.max_body_bytes, settings.pipeline_depth)
+        self._lookup = TableLookup(
+            features, device, settings.max_body_bytes, settings.pipeline_depth
+        )
         self._server = HttpServer(_uvicorn_config(self._app()), self._drain)
         self._fault: str | None = None
         self._has_work_left = False
@@ -135,11 +148,14 @@ class Service:
 
     def _app(self) -> App:
         budgets = {"device": self._device.budget, "host": self._device.host_budget}
+        device = self._device
+        gpu = Nvml(device.info.pci_bus_id) if isinstance(device, CudaDevice) else None
         return App(
             Services(
+                device=self._device,
                 manager=self._manager,
                 lookup=self._lookup,
-                metrics=Metrics(self._features, budgets),
+                metrics=Metrics(self._features, budgets, gpu),
                 bodies=self._bodies,
                 version=_version(),
             )

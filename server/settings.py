@@ -8,11 +8,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
+if TYPE_CHECKING:
+    from cache import Device
+
 ENVIRONMENT_PREFIX = "HOTSHELF_"
+
+# The values of a flag.
+YES, NO = "yes", "no"
 
 _SIZE = re.compile(
     r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(|b|kb|mb|gb|tb|kib|mib|gib|tib)", re.IGNORECASE
@@ -38,6 +44,7 @@ class Option:
     allowed: str
     help: str
     default_text: str
+    is_flag: bool = False  # on the command line it has no value, in a file it may be true or false
 
 
 def parse_size(text: str) -> int:
@@ -69,6 +76,10 @@ def _positive_size(text: str) -> int:
     return size
 
 
+def _auto_or(parse: Callable[[str], int]) -> Callable[[str], int | None]:
+    return lambda text: None if text == "auto" else parse(text)
+
+
 def _integer(low: int, high: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         if not re.fullmatch(r"[0-9]{1,18}", text) or not low <= int(text) <= high:
@@ -96,6 +107,12 @@ def _choice(*choices: str) -> Callable[[str], str]:
     return parse
 
 
+def _yes_or_no(text: str) -> bool:
+    if text not in (YES, NO):
+        raise ValueError(text)
+    return text == YES
+
+
 def _text(pattern: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if not re.fullmatch(pattern, text):
@@ -115,6 +132,11 @@ def _option(parse: Callable[[str], object], default: str | None, allowed: str, h
     option = Option(parse, allowed, help, "" if default is None else default)
     value = None if default is None else parse(default)
     return dataclasses.field(default=value, metadata={"option": option})
+
+
+def _flag(help: str) -> Any:
+    option = Option(_yes_or_no, f"{YES} or {NO}", help, NO, is_flag=True)
+    return dataclasses.field(default=False, metadata={"option": option})
 
 
 _SIZES = "a size such as 1GiB, 256MiB, 64MB or 1073741824"
@@ -142,13 +164,15 @@ class Settings:
     device: str = _option(
         _text(r"cpu|auto|cuda:[0-9]{1,3}"), "auto", "cpu, cuda:N or auto", "the near shelf's device"
     )
-    device_memory: int = _option(
-        _positive_size, "1GiB", f"{_SIZES}, above 0",
-        "the whole budget of the near shelf: models, table slabs and the reserve",
+    device_memory: int | None = _option(
+        _auto_or(_positive_size), "auto", f"{_SIZES}, above 0, or auto",
+        "the whole budget of the near shelf: models, table slabs and the reserve. auto is 1GiB on "
+        "the cpu, and all that is free on a GPU",
     )  # fmt: skip
-    table_memory: int = _option(
-        parse_size, "256MiB", _SIZES, "the ceiling of the table slabs within device_memory"
-    )
+    table_memory: int | None = _option(
+        _auto_or(parse_size), "auto", f"{_SIZES}, or auto",
+        "the ceiling of the table slabs within device_memory; auto is a quarter of it",
+    )  # fmt: skip
     host_memory: int = _option(
         parse_size, "2GiB", _SIZES,
         "the budget of the host tier and the staging buffers; 0 means no host tier",
@@ -173,6 +197,9 @@ class Settings:
         _choice("all", "none"), "all", "all or none",
         "which models to load at the start; the others wait for a load request",
     )  # fmt: skip
+    trust_model_code: bool = _flag(
+        "run the Python code that torch models name as their factory; without it they are refused"
+    )
     max_body_bytes: int = _option(
         _positive_size, "64MiB", f"{_SIZES}, above 0",
         "the largest request body, counted after decompression",
@@ -181,6 +208,7 @@ class Settings:
         _number(0.0, 86400.0), "30", "seconds, from 0 to below 86400",
         "how long accepted requests may take to finish after SIGTERM",
     )  # fmt: skip
+    nvtx: bool = _flag("mark the stages of every batch for a profiler (NVTX ranges, through CuPy)")
     log_format: str = _option(
         _choice("text", "json"), "text", "text or json", "the form of the log lines"
     )
@@ -254,6 +282,8 @@ def _file_values(path: Path) -> dict[str, tuple[str, str]]:
     for name, value in content.items():
         if name not in NAME_TO_OPTION:
             raise SettingsError(f"{_unknown('option', str(name), list(NAME_TO_OPTION))} ({path})")
+        if isinstance(value, bool) and NAME_TO_OPTION[name].is_flag:
+            value = YES if value else NO
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise SettingsError(_wrong(name, repr(value), str(path)))
         values[name] = (str(value), str(path))
@@ -293,11 +323,25 @@ def _check(settings: Settings) -> Settings:
         raise SettingsError(
             "repository: expected --repository DIR or a model file to serve, got neither"
         )
-    usable = int(settings.device_memory * (1 - settings.reserve))
-    if settings.table_memory > usable:
+    if settings.device_memory is not None:
+        usable = int(settings.device_memory * (1 - settings.reserve))
+        _check_table_memory(settings, settings.device_memory, usable)
+    return settings
+
+
+def table_memory(settings: Settings, device: Device) -> int:
+    """The bytes that tables may take on the device; raises SettingsError where they cannot."""
+    usable = device.budget.max_bytes
+    if settings.table_memory is None:
+        return min(device.max_bytes // 4, usable)
+    _check_table_memory(settings, device.max_bytes, usable)
+    return settings.table_memory
+
+
+def _check_table_memory(settings: Settings, device_memory: int, usable: int) -> None:
+    if settings.table_memory is not None and settings.table_memory > usable:
         raise SettingsError(
             f"table_memory: expected at most {format_size(usable)} ({usable} bytes: device_memory "
-            f"{format_size(settings.device_memory)} less the reserve of {settings.reserve:g}), "
+            f"{format_size(device_memory)} less the reserve of {settings.reserve:g}), "
             f"got {format_size(settings.table_memory)}"
         )
-    return settings

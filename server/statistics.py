@@ -29,12 +29,16 @@ HISTOGRAMS = ("request", "queue", "lookup", "compute", "encode")
 
 @dataclass(frozen=True, slots=True)
 class BatchTimings:
-    """Seconds that one run of a batch took; `lookup_s` is None for a model without features."""
+    """Seconds that one run of a batch took; `lookup_s` is None for a model without features.
+
+    `wait_s` is the time that the batch waited for a frame and for its turn to compute.
+    """
 
     join_s: float
     lookup_s: float | None
     compute_infer_s: float
     compute_output_s: float
+    wait_s: float = 0.0
 
     @property
     def compute_input_s(self) -> float:
@@ -44,7 +48,10 @@ class BatchTimings:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """What one answered request took: its time in the queue, and the run of its batch."""
+    """What one answered request took: its time in the queue, and the run of its batch.
+
+    `queue_s` includes what its batch waited.
+    """
 
     num_rows: int
     queue_s: float

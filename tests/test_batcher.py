@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from models.errors import BackendError
-from server.batcher import Answer, Batcher, BatchQueue, Queued
+from server.batch_queue import BatchQueue, Queued
+from server.batcher import Answer, Batcher
 from server.engine import BatchResult
 from server.errors import (
     InferenceError,
@@ -238,46 +239,117 @@ TestPolicy.settings = settings(max_examples=50, stateful_step_count=30, deadline
 # The worker.
 
 
-class GatedEngine:
-    """`y` = `x` + 1; a negative value fails its batch; `gate` holds every run until it is open."""
+class FakeBatch:
+    """A prepared batch that knows whether it is still held."""
 
-    def __init__(self, *, is_gated: bool = False, knows_empty: bool = True) -> None:
-        self.batches: list[list[int]] = []  # the rows of each request of each run
-        self.running = threading.Semaphore(0)
-        self.gate = threading.Semaphore(0)
-        self.is_gated = is_gated
+    def __init__(self, requests: Sequence[InferenceRequest]) -> None:
+        self.requests = requests
+        self.is_closed = False
+        self.prepared_by = threading.get_ident()
+        self.computed_by = 0
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Gate:
+    """Holds whoever passes until it is opened or lets one through; tells who has come."""
+
+    def __init__(self, is_open: bool) -> None:
+        self.is_open = is_open
+        self._passes = threading.Semaphore(0)
+        self._arrivals = threading.Semaphore(0)
+
+    def pass_through(self) -> None:
+        self._arrivals.release()
+        if not self.is_open:
+            assert self._passes.acquire(timeout=10)
+
+    async def wait_for_one(self) -> None:
+        assert await asyncio.to_thread(self._arrivals.acquire, timeout=10)
+
+    def let_one_through(self) -> None:
+        self._passes.release()
+
+    def open(self) -> None:
+        self.is_open = True
+        self._passes.release(100)
+
+
+class GatedEngine:
+    """`y` = `x` + 1; a negative value fails its batch, in `compute` or in `prepare`.
+
+    The gates hold every batch until they are open. `prepared` and `batches` are the rows of each
+    request of each batch that came to the two stages.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_gated: bool = False,
+        knows_empty: bool = True,
+        can_overlap: bool = True,
+        fails_early: bool = False,
+    ) -> None:
+        self.prepared: list[list[int]] = []
+        self.batches: list[list[int]] = []
+        self.held: list[FakeBatch] = []
+        self.preparing = Gate(is_open=True)
+        self.computing = Gate(is_open=not is_gated)
         self.knows_empty = knows_empty
+        self.can_overlap = can_overlap
+        self.fails_early = fails_early
+        self.timings = BatchTimings(0.0, None, 0.0, 0.0)
         self.error: Exception = BackendError("negative value")
 
-    def run(self, requests: Sequence[InferenceRequest]) -> BatchResult:
-        self.batches.append([request.num_rows for request in requests])
-        self.running.release()
-        if self.is_gated:
-            assert self.gate.acquire(timeout=10)
-        xs: list[Any] = [request.inputs["x"] for request in requests]
-        if any((x < 0).any() for x in xs):
+    def prepare(self, requests: Sequence[InferenceRequest]) -> FakeBatch:
+        self.prepared.append([request.num_rows for request in requests])
+        self.preparing.pass_through()
+        if self.fails_early:
+            self.refuse_negative(requests)
+        self.held.append(FakeBatch(requests))
+        return self.held[-1]
+
+    def compute(self, batch: FakeBatch) -> BatchResult:
+        assert not batch.is_closed
+        batch.computed_by = threading.get_ident()
+        self.batches.append([request.num_rows for request in batch.requests])
+        self.computing.pass_through()
+        batch.close()
+        self.refuse_negative(batch.requests)
+        responses = [
+            InferenceResponse({"y": cast(Any, request.inputs["x"]) + 1})
+            for request in batch.requests
+        ]
+        return BatchResult(responses, self.timings)
+
+    def refuse_negative(self, requests: Sequence[InferenceRequest]) -> None:
+        if any((cast(Any, request.inputs["x"]) < 0).any() for request in requests):
             raise self.error
-        responses = [InferenceResponse({"y": x + 1}) for x in xs]
-        return BatchResult(responses, BatchTimings(0.0, None, 0.0, 0.0))
 
     def answer_empty(self, request: InferenceRequest) -> InferenceResponse | None:
         return InferenceResponse({"y": np.empty((0, 4))}) if self.knows_empty else None
 
+    async def wait_until_preparing(self) -> None:
+        await self.preparing.wait_for_one()
+
     async def wait_until_running(self) -> None:
-        assert await asyncio.to_thread(self.running.acquire, timeout=10)
+        await self.computing.wait_for_one()
 
     def end_one_run(self) -> None:
-        self.gate.release()
+        self.computing.let_one_through()
 
     def open(self) -> None:
-        self.is_gated = False
-        self.gate.release(100)
+        self.preparing.open()
+        self.computing.open()
 
 
 class Bench:
     """A started batcher, its engine and its counters; `clock_s` stands in for the time."""
 
-    def __init__(self, engine: GatedEngine, batcher: Batcher, statistics: ModelStatistics) -> None:
+    def __init__(
+        self, engine: GatedEngine, batcher: Batcher[FakeBatch], statistics: ModelStatistics
+    ) -> None:
         self.engine = engine
         self.batcher = batcher
         self.statistics = statistics
@@ -331,6 +403,7 @@ def on_bench(
             engine.open()
             assert await batcher.stop()
             assert statistics.snapshot().num_pending == 0
+            assert all(batch.is_closed for batch in engine.held)
 
     return asyncio.run(run())
 
@@ -432,17 +505,23 @@ def test_a_full_batch_does_not_wait_for_the_delay() -> None:
     on_bench(story, delay_s=1000)
 
 
-@pytest.mark.parametrize("_round", range(20))
-def test_a_poison_request_fails_alone_with_its_own_message(_round: int) -> None:
+@pytest.mark.parametrize("_round", range(10))
+@pytest.mark.parametrize("can_overlap", [False, True])
+@pytest.mark.parametrize("fails_early", [False, True])
+def test_a_poison_request_fails_alone_with_its_own_message(
+    fails_early: bool, can_overlap: bool, _round: int
+) -> None:
     async def story(bench: Bench) -> None:
         tasks = [bench.send(value) for value in (0, 1, 2, -1, 4, 5, 6, 7)]
         answers = await asyncio.gather(*tasks, return_exceptions=True)
         assert values(answers) == [1, 2, 3, InferenceError, 5, 6, 7, 8]
         assert str(answers[3]) == "negative value"
-        assert bench.engine.batches == [[1] * 8] + [[1]] * 8
+        assert bench.engine.prepared == [[1] * 8] + [[1]] * 8
+        assert len(bench.engine.batches) == (7 if fails_early else 9)
         assert bench.statistics.snapshot().num_executions == 7  # those that succeeded
 
-    on_bench(story, delay_s=1000)
+    engine = GatedEngine(fails_early=fails_early, can_overlap=can_overlap)
+    on_bench(story, engine=engine, delay_s=1000)
 
 
 def test_an_unknown_error_is_logged_and_answered_with_a_fixed_text(
@@ -640,3 +719,206 @@ def test_what_outlives_the_grace_period_is_answered_as_shutting_down() -> None:
         assert bench.engine.batches == [[1]]
 
     on_bench(story, engine=GatedEngine(is_gated=True))
+
+
+# Two batches in work.
+
+
+def test_a_full_batch_is_prepared_while_another_one_computes() -> None:
+    async def story(bench: Bench) -> None:
+        running = await bench.occupy()
+        await bench.engine.wait_until_preparing()
+        following = await bench.send_and_queue(*range(8))
+        await bench.engine.wait_until_preparing()
+        assert (bench.engine.prepared, bench.engine.batches) == ([[1], [1] * 8], [[1]])
+        bench.engine.open()
+        assert values(await asyncio.gather(running, *following)) == [1, *range(1, 9)]
+        assert bench.engine.batches == [[1], [1] * 8]
+
+    on_bench(story, engine=GatedEngine(is_gated=True))
+
+
+def test_at_most_one_batch_is_ahead() -> None:
+    async def story(bench: Bench) -> None:
+        running = await bench.occupy()
+        following = await bench.send_and_queue(*range(24))
+        for _ in range(2):
+            await bench.engine.wait_until_preparing()
+        assert bench.num_pending == 16
+        bench.engine.end_one_run()
+        await bench.engine.wait_until_running()
+        await bench.engine.wait_until_preparing()
+        assert bench.num_pending == 8
+        bench.engine.open()
+        await asyncio.gather(running, *following)
+        assert bench.engine.batches == [[1], *[[1] * 8] * 3]
+
+    on_bench(story, engine=GatedEngine(is_gated=True))
+
+
+class HandClock:
+    """A clock that the story sets; `looked_at` tells that a worker has asked for the time since."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.looked_at = threading.Event()
+        self._thread = threading.get_ident()
+
+    def __call__(self) -> float:
+        now_s = self.now_s
+        if threading.get_ident() != self._thread:
+            self.looked_at.set()
+        return now_s
+
+
+def test_a_batch_that_can_grow_waits_for_its_time_and_takes_what_has_come_by_then() -> None:
+    clock = HandClock()
+
+    async def story(bench: Bench) -> None:
+        first = bench.send(0, num_rows=3)
+        await bench.engine.wait_until_running()
+        bench.engine.end_one_run()
+        await first  # from now on it is known how long two or three rows take
+        running = bench.send(0, num_rows=3)
+        await bench.engine.wait_until_running()
+        clock.now_s = 500.0
+        clock.looked_at.clear()
+        tasks = await bench.send_and_queue(1, num_rows=2)
+        assert await asyncio.to_thread(clock.looked_at.wait, timeout=10)
+        tasks += await bench.send_and_queue(2)
+        clock.now_s = 700.0  # past 1000 - 400
+        tasks.append(bench.send(3, width=5))  # a new shape has the worker look again
+        for _ in range(3):
+            await bench.engine.wait_until_preparing()
+        assert bench.engine.prepared == [[3], [3], [2, 1]]
+        bench.engine.open()
+        assert values(await asyncio.gather(running, *tasks)) == [1, 2, 3, 4]
+
+    engine = GatedEngine(is_gated=True)
+    engine.timings = BatchTimings(100.0, 300.0, 900.0, 100.0, wait_s=5000.0)
+    on_bench(story, engine=engine, clock=clock)
+
+
+def test_an_engine_that_cannot_overlap_has_one_batch_in_work() -> None:
+    async def story(bench: Bench) -> None:
+        running = await bench.occupy()
+        following = await bench.send_and_queue(*range(8))
+        assert bench.engine.prepared == [[1]]
+        bench.engine.open()
+        await asyncio.gather(running, *following)
+        assert len({batch.computed_by for batch in bench.engine.held}) == 1
+
+    on_bench(story, engine=GatedEngine(is_gated=True, can_overlap=False))
+
+
+def test_an_idle_model_has_no_hand_over_between_threads() -> None:
+    async def story(bench: Bench) -> None:
+        for i in range(20):
+            await bench.send(i)
+        assert all(batch.prepared_by == batch.computed_by for batch in bench.engine.held)
+
+    on_bench(story)
+
+
+def test_the_wait_of_a_prepared_batch_is_time_in_the_queue() -> None:
+    async def story(bench: Bench) -> None:
+        answer = await bench.send(1)
+        assert answer.timings.queue_s == 16.0
+        assert answer.timings.batch.compute_input_s == 3.0
+
+    engine = GatedEngine()
+    engine.timings = BatchTimings(1.0, 2.0, 4.0, 8.0, wait_s=16.0)
+    on_bench(story, engine=engine, clock=lambda: 0.0)
+
+
+def test_a_prepared_batch_that_nobody_waits_for_is_not_computed() -> None:
+    async def story(bench: Bench) -> None:
+        running = await bench.occupy()
+        abandoned = await bench.send_and_queue(*range(8))
+        for _ in range(2):
+            await bench.engine.wait_until_preparing()
+        for task in abandoned:
+            task.cancel()
+        await asyncio.wait(abandoned)
+        normal = bench.send(1)
+        bench.engine.open()
+        assert values(await asyncio.gather(running, normal)) == [1, 2]
+        assert bench.engine.batches == [[1], [1]]
+
+    on_bench(story, engine=GatedEngine(is_gated=True))
+
+
+def test_what_is_prepared_when_the_grace_ends_is_not_computed() -> None:
+    async def story(bench: Bench) -> None:
+        running = await bench.occupy()
+        prepared = await bench.send_and_queue(*range(8))
+        for _ in range(2):
+            await bench.engine.wait_until_preparing()
+        assert not await bench.batcher.stop(grace_s=0.01)
+        answers = await asyncio.gather(running, *prepared, return_exceptions=True)
+        assert values(answers) == [ShuttingDownError] * 9
+        bench.engine.open()
+        assert await bench.batcher.stop()
+        assert bench.engine.batches == [[1]]
+
+    on_bench(story, engine=GatedEngine(is_gated=True))
+
+
+def test_a_batch_that_is_being_prepared_keeps_the_engine_running() -> None:
+    async def story(bench: Bench) -> None:
+        bench.engine.preparing.is_open = False
+        (reading,) = await bench.send_and_queue(1)
+        await bench.engine.wait_until_preparing()
+        assert not await bench.batcher.stop(grace_s=0.01)
+        with pytest.raises(ShuttingDownError):
+            await reading
+        bench.engine.open()
+        assert await bench.batcher.stop()
+        assert bench.engine.batches == []
+
+    on_bench(story)
+
+
+def test_stop_computes_what_is_prepared_and_prepares_what_is_queued() -> None:
+    async def story(bench: Bench) -> None:
+        running = await bench.occupy()
+        following = await bench.send_and_queue(*range(11))
+        stopping = asyncio.create_task(bench.batcher.stop(grace_s=100))
+        await asyncio.sleep(0)
+        bench.engine.open()
+        assert await stopping
+        assert values(await asyncio.gather(running, *following)) == [1, *range(1, 12)]
+        assert bench.engine.batches == [[1], [1] * 8, [1] * 3]
+
+    on_bench(story, engine=GatedEngine(is_gated=True))
+
+
+def test_a_failed_batch_goes_on_after_the_one_that_is_prepared() -> None:
+    async def story(bench: Bench) -> None:
+        await bench.occupy()
+        poisoned = await bench.send_and_queue(1, 2, -1)
+        bench.engine.end_one_run()
+        for _ in range(2):
+            await bench.engine.wait_until_preparing()
+        await bench.engine.wait_until_running()
+        following = await bench.send_and_queue(*range(8))
+        await bench.engine.wait_until_preparing()
+        last = await bench.send_and_queue(100)
+        bench.engine.open()
+        answers = await asyncio.gather(*poisoned, *following, *last, return_exceptions=True)
+        assert values(answers) == [2, 3, InferenceError, *range(1, 9), 101]
+        assert bench.engine.batches == [[1], [1] * 3, [1] * 8, [1], [1], [1], [1]]
+
+    on_bench(story, engine=GatedEngine(is_gated=True))
+
+
+@pytest.mark.parametrize("fails_early", [False, True])
+def test_poison_among_many_batches_harms_no_one_else(fails_early: bool) -> None:
+    async def story(bench: Bench) -> None:
+        numbers = [-1 if i % 13 == 5 else i for i in range(300)]
+        tasks = [bench.send(number, num_rows=i % 3 + 1) for i, number in enumerate(numbers)]
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        expected = [InferenceError if number < 0 else number + 1 for number in numbers]
+        assert values(answers) == expected
+
+    on_bench(story, engine=GatedEngine(fails_early=fails_early))

@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cache import FeatureCache, open_device
+from cache.device import Event
 from cache.errors import AbsentKeyError
 from models.errors import BackendError
 from models.repository import LoadedModel, ModelRepository
@@ -20,7 +21,9 @@ from models.tensor_spec import TensorSpec
 from server.engine import Engine
 from server.errors import InferenceError
 from server.requests import InferenceRequest, RequestedOutput
+from server.statistics import BatchTimings
 from tests import model_zoo
+from tests.cache_fixtures import new_device
 
 Array = NDArray[Any]
 
@@ -43,7 +46,9 @@ def open_engine(root: Path, name: str, host_memory_bytes: int = 4096) -> Iterato
     )
     (model,) = ModelRepository(root, tables=features.tables, device=device).open(name)
     try:
-        yield Engine(model, features)
+        engine = Engine(model, features, device)
+        yield engine
+        engine.close()
     finally:
         model.close()
         features.close()
@@ -121,13 +126,16 @@ class RecordingBackend:
     """Keeps the inputs of its runs; `y` is a copy of `x`."""
 
     platform = "test"
+    takes_device_arrays = False
     inputs = (TensorSpec("x", "FP32", (-1, 4)),)
     outputs = (TensorSpec("y", "FP32", (-1, 4)), TensorSpec("z", "FP32", (-1, -1)))
 
     def __init__(self) -> None:
         self.runs: list[Mapping[str, Array]] = []
 
-    def run(self, inputs: Mapping[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
+    def run(
+        self, inputs: Mapping[str, Array], outputs: Sequence[str], after: Sequence[Event] = ()
+    ) -> dict[str, Array]:
         self.runs.append(inputs)
         return {name: inputs["x"].copy() for name in outputs}
 
@@ -141,7 +149,8 @@ def new_recording_engine() -> tuple[Engine, RecordingBackend]:
     model = LoadedModel("m", "1", config, backend.inputs, backend.outputs, (), backend)
     ticks = iter(range(100))
     features = FeatureCache([], num_frames=1)
-    return Engine(model, features, clock=lambda: float(2 ** next(ticks))), backend
+    engine = Engine(model, features, new_device(), clock=lambda: float(2 ** next(ticks)))
+    return engine, backend
 
 
 def test_a_request_alone_is_not_copied() -> None:
@@ -153,8 +162,11 @@ def test_a_request_alone_is_not_copied() -> None:
 
 def test_the_stages_of_a_run_are_timed() -> None:
     engine, _ = new_recording_engine()
-    timings = engine.run([new_request(x=full(1, 1))]).timings  # the clock says 1, 2, 4, 8, 16
-    assert (timings.join_s, timings.compute_infer_s, timings.compute_output_s) == (1, 4, 8)
+    batch = engine.prepare([new_request(x=full(1, 1))])  # the clock says 1, 2, 4, 8
+    timings = engine.compute(batch).timings  # 16, 32, 64
+    assert timings == BatchTimings(
+        wait_s=1 + 8, join_s=2, lookup_s=None, compute_infer_s=16, compute_output_s=32
+    )
 
 
 def test_zero_rows_are_shaped_without_a_run_when_the_inner_dimensions_are_known() -> None:

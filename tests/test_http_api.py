@@ -1304,7 +1304,7 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(repository: Path, tmp_path:
     assert exit_code == 2
     assert text == (
         "hotshelf: table_memory: expected a size such as 1GiB, 256MiB, 64MB or 1073741824, "
-        "got 'lots' (environment variable HOTSHELF_TABLE_MEMORY)\n"
+        "or auto, got 'lots' (environment variable HOTSHELF_TABLE_MEMORY)\n"
     )
 
 

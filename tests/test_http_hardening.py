@@ -19,14 +19,15 @@ import pytest
 
 from cache import FeatureCache, open_device
 from models.errors import ModelLoadError
-from models.onnx_backend import _reason
 from models.onnx_files import model_files
+from models.onnx_tensors import reason
 from server.errors import InvalidRequestError, QueueFullError
 from server.lookup import MAX_WAITING, TableLookup
 from server.oip_decode import parse_object
 from server.service import StartError, _bind
 from server.settings import SettingsError, read_settings
 from tests import model_zoo
+from tests.cache_fixtures import new_device
 from tests.serving import RunningServer, running_server
 from tests.stuck_cache import StuckCache, stuck_cache
 
@@ -123,7 +124,7 @@ def features(tmp_path: Path) -> Iterator[StuckCache]:
 
 def test_the_queue_of_lookups_is_bounded_and_cancelled_ones_leave_it(features: StuckCache) -> None:
     async def story() -> None:
-        lookup = TableLookup(features, max_answer_bytes=1000, num_threads=1)
+        lookup = TableLookup(features, new_device(), max_answer_bytes=1000, num_threads=1)
 
         def begin() -> asyncio.Task[object]:
             return asyncio.create_task(lookup.answer("feat", KEYS, None))
@@ -198,9 +199,10 @@ def _served(features: FeatureCache) -> Iterator[tuple[int, TableLookup]]:
 
     device = open_device("cpu", max_bytes=1 << 20, max_host_bytes=1 << 20)
     repository = ModelRepository(Path("none"), tables=features.tables, device=device)
-    lookup = TableLookup(features, max_answer_bytes=1000, num_threads=1)
+    lookup = TableLookup(features, device, max_answer_bytes=1000, num_threads=1)
     services = Services(
-        manager=ModelManager(repository, features),
+        device=device,
+        manager=ModelManager(repository, features, device),
         lookup=lookup,
         metrics=Metrics(features, {}),
         bodies=BodyReader(1000),
@@ -309,4 +311,4 @@ def test_a_model_file_that_is_no_file_is_refused(tmp_path: Path) -> None:
 def test_errors_of_onnx_runtime_do_not_tell_its_source(place: str, rest: str) -> None:
     start = "Non-zero status code returned while running A node. Name:'' Status Message: "
     error = RuntimeError(f"[ONNXRuntimeError] : 1 : FAIL : {start}{place}{rest}\n")
-    assert _reason(error) == start + rest
+    assert reason(error) == start + rest

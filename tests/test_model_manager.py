@@ -16,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cache import FeatureCache, open_device
+from cache.device import CpuBuffers, Event
 from models.errors import BackendError, ModelLoadError, ModelNotFoundError, ModelNotReadyError
 from models.repository import LoadedModel, ModelRepository
 from models.spec import ModelConfig
@@ -33,6 +34,7 @@ from server.errors import (
 from server.model_manager import IndexEntry, ModelManager, ServedModel, failure_reason
 from server.requests import InferenceRequest, InferenceResponse, RequestedOutput
 from tests import model_zoo
+from tests.cache_fixtures import new_device
 
 T = TypeVar("T")
 
@@ -41,6 +43,7 @@ class FakeBackend:
     """`y` = `x` + `increment`; a negative value fails; `gate` holds every run until it is set."""
 
     platform = "fake"
+    takes_device_arrays = False
     inputs = (TensorSpec("x", "FP32", (-1, 4)),)
     outputs = (TensorSpec("y", "FP32", (-1, 4)),)
 
@@ -53,7 +56,7 @@ class FakeBackend:
         self.gate.set()
 
     def run(
-        self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]
+        self, inputs: Mapping[str, Any], outputs: Sequence[str], after: Sequence[Event] = ()
     ) -> dict[str, NDArray[Any]]:
         self.num_runs += 1
         self.running.set()
@@ -118,7 +121,7 @@ class World:
 
     def __init__(self, repository: FakeRepository) -> None:
         self.repository = repository
-        self.manager = ModelManager(repository, FeatureCache([], num_frames=1))
+        self.manager = ModelManager(repository, FeatureCache([], num_frames=1), new_device())
 
     @property
     def backend(self) -> FakeBackend:
@@ -571,7 +574,7 @@ def test_real_models_are_charged_while_they_are_loaded(
     repository = ModelRepository(tmp_path, tables={}, device=device)
 
     async def story() -> None:
-        manager = ModelManager(repository, FeatureCache([], num_frames=1))
+        manager = ModelManager(repository, FeatureCache([], num_frames=1), new_device())
         await manager.start()
         charges = device.budget.charges()
         assert sorted(charges) == ["model:add1:1", "model:gather:1"]
@@ -599,3 +602,30 @@ async def until(is_true: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not is_true():
             await asyncio.sleep(0.001)
+
+
+def test_the_memory_of_inputs_is_given_back_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    class CountedBuffers(CpuBuffers):
+        def close(self) -> None:
+            super().close()
+            closed.append(self)
+
+    closed: list[CpuBuffers] = []
+    device = new_device()
+    monkeypatch.setattr(device, "new_buffers", lambda *, is_on_host: CountedBuffers())
+
+    async def story() -> None:
+        repository = FakeRepository(m={"1": 1.0})
+        manager = ModelManager(repository, FeatureCache([], num_frames=1), device)
+        await manager.start()
+        for value in (1.0, 2.0):
+            x = np.full((2, 4), value, np.float32)
+            request = InferenceRequest({"x": x}, 2, (RequestedOutput("y", True),))
+            async with manager.lease("m") as served:
+                assert await served.infer(request, first_value) == value + 1
+        assert not closed
+        assert await manager.stop(grace_s=10)
+        assert len(closed) == 1  # the second batch used the memory of the first
+        assert repository.backends[0].is_closed
+
+    asyncio.run(story())

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cache import open_device
 from server.settings import (
     NAME_TO_OPTION,
     Settings,
@@ -13,6 +14,7 @@ from server.settings import (
     format_size,
     parse_size,
     read_settings,
+    table_memory,
 )
 
 SERVE = {"repository": "/srv/repo"}
@@ -23,8 +25,8 @@ def test_defaults() -> None:
     settings = read_settings(SERVE, {})
     assert settings == Settings(repository=Path("/srv/repo"))
     assert (settings.host, settings.port, settings.device) == ("127.0.0.1", 8000, "auto")
-    assert settings.device_memory == 2**30
-    assert settings.table_memory == 256 * 2**20
+    assert settings.device_memory is None
+    assert settings.table_memory is None
     assert settings.host_memory == 2 * 2**30
 
 
@@ -173,6 +175,16 @@ def test_an_unknown_environment_variable() -> None:
 def test_values_that_do_not_fit_together(arguments: dict[str, str], text: str) -> None:
     with pytest.raises(SettingsError, match=text):
         read_settings(arguments, {})
+
+
+def test_the_memory_of_tables_is_a_quarter_unless_it_is_given() -> None:
+    device = open_device("cpu", max_bytes=None, max_host_bytes=0)
+    assert table_memory(read_settings(SERVE, {}), device) == 256 * 2**20
+    assert table_memory(read_settings(SERVE | {"table_memory": "1MiB"}, {}), device) == 2**20
+    with pytest.raises(SettingsError, match=r"table_memory: expected at most 921.6MiB .*got 1GiB"):
+        table_memory(read_settings(SERVE | {"table_memory": "1GiB"}, {}), device)
+    narrow = open_device("cpu", max_bytes=1000, max_host_bytes=0, reserve_fraction=0.875)
+    assert table_memory(read_settings(SERVE, {}), narrow) == 125
 
 
 def test_every_option_is_documented() -> None:
