@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.jit import compiled, inlined
-from cache.plan import TIER_ABSENT, TIER_BITS, TIER_DEVICE, TIER_MASK, Plan
+from cache.plan import TIER_ABSENT, TIER_BITS, TIER_DEVICE, TIER_FILLED, TIER_MASK, Plan
 from cache.row_format import RowFormat
 
 Slots = NDArray[Any]  # [num_slots, slot_bytes / itemsize], of the dtype of a row format
@@ -51,12 +51,16 @@ def read_rows(
 ) -> None:
     """Write the rows of positions `first`... to `out`, float32 [n, dim].
 
-    `default_of[table]` is the value of an absent key's row.
+    `default_of[table]` is the value of an absent key's row. Rows of fills are read from the host;
+    `spill_and_fill` does all fills later.
     """
     dim = out.shape[1]
+    reads, fill_from = plan.reads, plan.fill_from
     for index in range(out.shape[0]):
-        tier = plan.reads[first + index] & TIER_MASK
-        slot = plan.reads[first + index] >> TIER_BITS
+        tier = reads[first + index] & TIER_MASK
+        slot = reads[first + index] >> TIER_BITS
+        if tier == TIER_FILLED:
+            slot = fill_from[slot]
         if tier == TIER_DEVICE:
             for column in range(dim):
                 out[index, column] = device[slot, column]
@@ -73,11 +77,13 @@ def read_float16(
     plan: Plan, first: int, device: Slots, host: Slots, default_of: NDArray[np.float32], out: Rows
 ) -> None:
     """As `read_rows`, from slots of float16 bits."""
-    reads = plan.reads
+    reads, fill_from = plan.reads, plan.fill_from
     bits = out.view(np.uint32)
     for index in range(out.shape[0]):
         tier = reads[first + index] & TIER_MASK
         slot = reads[first + index] >> TIER_BITS
+        if tier == TIER_FILLED:
+            slot = fill_from[slot]
         if tier == TIER_DEVICE:
             for column in range(out.shape[1]):
                 bits[index, column] = _float16_bits(device[slot, column])
@@ -94,11 +100,13 @@ def read_bfloat16(
     plan: Plan, first: int, device: Slots, host: Slots, default_of: NDArray[np.float32], out: Rows
 ) -> None:
     """As `read_rows`, from slots of bfloat16 bits: the upper half of a float32."""
-    reads = plan.reads
+    reads, fill_from = plan.reads, plan.fill_from
     bits = out.view(np.uint32)
     for index in range(out.shape[0]):
         tier = reads[first + index] & TIER_MASK
         slot = reads[first + index] >> TIER_BITS
+        if tier == TIER_FILLED:
+            slot = fill_from[slot]
         if tier == TIER_DEVICE:
             for column in range(out.shape[1]):
                 bits[index, column] = device[slot, column] << 16
@@ -122,10 +130,12 @@ def read_int8(
     out: Rows,
 ) -> None:
     """As `read_rows`, from slots of int8: each times the scale of its slot."""
-    reads = plan.reads
+    reads, fill_from = plan.reads, plan.fill_from
     for index in range(out.shape[0]):
         tier = reads[first + index] & TIER_MASK
         slot = reads[first + index] >> TIER_BITS
+        if tier == TIER_FILLED:
+            slot = fill_from[slot]
         if tier == TIER_DEVICE:
             scale = device_scales[slot]
             for column in range(out.shape[1]):

@@ -374,13 +374,14 @@ class CudaDevice:
     ) -> KernelLaunch:
         """Enqueue the copy of a plan, and return the launch that executes it."""
         layout = write_words(buffer, num_reads, num_fills, outputs)
-        num_copies = num_fills + layout.num_moves
+        num_free_fills = buffer.plan.num_free_fills
+        num_copies = num_free_fills + layout.num_moves
         slot_bytes = memory.device.shape[1] * memory.device.dtype.itemsize
         has_scales = memory.row_format.has_scales
         arguments = (
             buffer.device_words.data.ptr,
             layout.num_outputs, layout.outputs_at, layout.num_units,
-            layout.fills_at, num_fills, layout.moves_at, layout.num_moves,
+            layout.fills_at, num_free_fills, layout.moves_at, layout.num_moves,
             memory.device.data.ptr, memory.host.ctypes.data, slot_bytes,
             memory.device_scales.data.ptr if has_scales else 0,
             memory.host_scales.ctypes.data if has_scales else 0,

@@ -25,7 +25,7 @@ def grid_blocks(
     slot_bytes: int,
     max_resident_threads: int = MAX_RESIDENT_THREADS,
 ) -> int:
-    """Blocks of `BLOCK_THREADS` threads for so many output rows (units), and fills plus moves.
+    """Blocks of `BLOCK_THREADS` threads for so many output rows (units), and free fills plus moves.
 
     The kernel gives a group one unit where the grid has a group for each, else four.
     """

@@ -1,11 +1,12 @@
 // The operations of a plan on the GPU: one launch does all reads, fills, spills and moves.
 //
-// A launch works on items: the output rows ("units") of all outputs, the fills and the moves. A
-// group of `lanes` threads of one warp does an item, each thread 16 bytes of a slot at a time.
+// A launch works on items: the output rows ("units") of all outputs, the free fills and the moves.
+// A group of `lanes` threads of one warp does an item, each thread 16 bytes of a slot at a time.
 // Groups need nothing from each other: no shared memory, no barrier, no shuffle. By the rules that
 // `cache/plan.py` states, no two items touch the same bytes, so they run in any order.
 //
-// The first warps copy, as fills cross the bus and should start early; the others write units.
+// A read that names a fill does it and then reads what it has written, so that a missed row crosses
+// the bus once. The first warps do the free fills and the moves, the others write units.
 // `cache/kernel_launch.py` computes how many blocks that takes.
 //
 // Compile with --fmad=false: sums run left to right in float32, every product and sum rounded, so
@@ -24,8 +25,9 @@ constexpr int WARP_THREADS = 32;
 constexpr int WARP_BITS = 5;
 constexpr int UNITS_IN_FLIGHT = 4;  // of one group, where it has several
 
-constexpr int TIER_DEVICE = 0, TIER_ABSENT = 3, TIER_BITS = 3;  // as in cache/plan.py
-constexpr int POOLING_NONE = 0, POOLING_MEAN = 2;               // as in cache/device.py
+constexpr int TIER_DEVICE = 0, TIER_ABSENT = 3, TIER_FILLED = 4;  // as in cache/plan.py
+constexpr int TIER_BITS = 3;
+constexpr int POOLING_NONE = 0, POOLING_MEAN = 2;  // as in cache/device.py
 constexpr int OUTPUT_WORDS = 6, FILL_WORDS = 3, MOVE_WORDS = 2;
 
 // The parameters of a launch. Offsets (`..._at`) and sizes of the plan are in words of 64 bits.
@@ -35,7 +37,7 @@ struct Launch {
     int64 outputs_at;
     int64 num_units;  // of all outputs together
     int64 fills_at;   // {fill_slot, fill_from, spill_slot or -1}
-    int64 num_fills;
+    int64 num_free_fills;  // the first ones, which no read names
     int64 moves_at;  // {move_from, move_to}
     int64 num_moves;
     char* device_slots;
@@ -161,6 +163,52 @@ DEVICE void mark(unsigned* marks, int64 slot, unsigned touch) {
 #endif
 }
 
+// ---- Copies
+
+// Copy a host slot to a device slot, and before that the bytes there to the spill slot if any. A
+// thread spills the 16 bytes that it then fills, so that no other thread must wait for it.
+template <class Format>
+DEVICE void fill_slot(const Launch& launch, int64 fill, Group group) {
+    const int64* const words = launch.words + launch.fills_at + FILL_WORDS * fill;
+    const int64 slot = words[0], from = words[1], spill = words[2];
+    if (group.lane == 0) {
+        mark(launch.device_marks, slot, WRITTEN);
+        mark(launch.host_marks, from, READ);
+        if (spill >= 0) mark(launch.host_marks, spill, WRITTEN);
+    }
+    char* const target = launch.device_slots + slot * launch.slot_bytes;
+    const char* const source = launch.host_slots + from * launch.slot_bytes;
+    char* const spilled = launch.host_slots + spill * launch.slot_bytes;
+    for (int at = group.lane * 16; at < launch.slot_bytes; at += group.lanes * 16) {
+        const uint4 chunk = load_chunk(source + at);
+        if (spill >= 0) store_chunk(spilled + at, load_chunk(target + at));
+        store_chunk(target + at, chunk);
+    }
+    if (Format::HAS_SCALES && group.lane == 0) {
+        if (spill >= 0) launch.host_scales[spill] = launch.device_scales[slot];
+        launch.device_scales[slot] = launch.host_scales[from];
+    }
+}
+
+// Copy a device slot to another one.
+template <class Format>
+DEVICE void move_slot(const Launch& launch, int64 move, Group group) {
+    const int64* const words = launch.words + launch.moves_at + MOVE_WORDS * move;
+    const int64 from = words[0], to = words[1];
+    if (group.lane == 0) {
+        mark(launch.device_marks, from, READ);
+        mark(launch.device_marks, to, WRITTEN);
+    }
+    const char* const source = launch.device_slots + from * launch.slot_bytes;
+    char* const target = launch.device_slots + to * launch.slot_bytes;
+    for (int at = group.lane * 16; at < launch.slot_bytes; at += group.lanes * 16) {
+        store_chunk(target + at, load_chunk(source + at));
+    }
+    if (Format::HAS_SCALES && group.lane == 0) {
+        launch.device_scales[to] = launch.device_scales[from];
+    }
+}
+
 // ---- Units
 
 DEVICE Output read_output(const Launch& launch, int64 index) {
@@ -182,11 +230,32 @@ DEVICE int64 find_output(const Launch& launch, int64 unit) {
     return low;
 }
 
+DEVICE int tier_of(int64 read) { return static_cast<int>(read) & ((1 << TIER_BITS) - 1); }
+
+// Do the fills that are named by `count` reads, each `stride` words after the other.
+template <class Format>
+DEVICE void fill_for(
+    const Launch& launch, const int64* reads, int64 count, int stride, Group group
+) {
+#pragma unroll 1
+    for (int64 n = 0; n < count; ++n) {
+        const int64 read = reads[n * stride];
+        if (tier_of(read) == TIER_FILLED) fill_slot<Format>(launch, read >> TIER_BITS, group);
+    }
+}
+
+// A filled row is where its fill has put it: each thread reads the 16 bytes that it has written.
 template <class Format>
 DEVICE Row find_row(const Launch& launch, int64 read, bool is_marking) {
     const int64 slot = read >> TIER_BITS;
-    const int tier = static_cast<int>(read) & ((1 << TIER_BITS) - 1);
+    const int tier = tier_of(read);
     if (tier == TIER_ABSENT) return {nullptr, launch.default_of[slot]};
+    if (tier == TIER_FILLED) {
+        const int64* const words = launch.words + launch.fills_at + FILL_WORDS * slot;
+        Row row{launch.device_slots + words[0] * launch.slot_bytes, 0.0f};
+        if (Format::HAS_SCALES) row.number = launch.host_scales[words[1]];
+        return row;
+    }
     const bool is_device = tier == TIER_DEVICE;
     if (is_marking) mark(is_device ? launch.device_marks : launch.host_marks, slot, READ);
     const char* slots = is_device ? launch.device_slots : launch.host_slots;
@@ -231,6 +300,10 @@ DEVICE void write_rows(
     Row rows[N];
 #pragma unroll
     for (int n = 0; n < N; ++n) reads[n] = positions[n * stride];
+    bool has_fill = false;
+#pragma unroll
+    for (int n = 0; n < N; ++n) has_fill |= tier_of(reads[n]) == TIER_FILLED;
+    if (has_fill) fill_for<Format>(launch, positions, N, stride, group);
 #pragma unroll
     for (int n = 0; n < N; ++n) rows[n] = find_row<Format>(launch, reads[n], group.lane == 0);
     const int step = group.lanes * Format::COUNT;
@@ -263,6 +336,7 @@ DEVICE void pool_rows(const Launch& launch, const Output& output, int64 unit, Gr
     const int64 begin = launch.words[output.offsets_at + bag];
     const int64 end = launch.words[output.offsets_at + bag + 1];
     const int64* const positions = launch.words + output.first_position;
+    fill_for<Format>(launch, positions + begin, end - begin, 1, group);
     const int step = group.lanes * Format::COUNT;
     for (int column = group.lane * Format::COUNT; column < dim; column += step) {
         float sums[Format::COUNT];
@@ -339,52 +413,6 @@ DEVICE bool write_units(const Launch& launch, int64 unit, int stride, Group grou
     return true;
 }
 
-// ---- Copies
-
-// Copy a host slot to a device slot, and before that the bytes there to the spill slot if any. A
-// thread spills the 16 bytes that it then fills, so that no other thread must wait for it.
-template <class Format>
-DEVICE void fill_slot(const Launch& launch, int64 fill, Group group) {
-    const int64* const words = launch.words + launch.fills_at + FILL_WORDS * fill;
-    const int64 slot = words[0], from = words[1], spill = words[2];
-    if (group.lane == 0) {
-        mark(launch.device_marks, slot, WRITTEN);
-        mark(launch.host_marks, from, READ);
-        if (spill >= 0) mark(launch.host_marks, spill, WRITTEN);
-    }
-    char* const target = launch.device_slots + slot * launch.slot_bytes;
-    const char* const source = launch.host_slots + from * launch.slot_bytes;
-    char* const spilled = launch.host_slots + spill * launch.slot_bytes;
-    for (int at = group.lane * 16; at < launch.slot_bytes; at += group.lanes * 16) {
-        const uint4 chunk = load_chunk(source + at);
-        if (spill >= 0) store_chunk(spilled + at, load_chunk(target + at));
-        store_chunk(target + at, chunk);
-    }
-    if (Format::HAS_SCALES && group.lane == 0) {
-        if (spill >= 0) launch.host_scales[spill] = launch.device_scales[slot];
-        launch.device_scales[slot] = launch.host_scales[from];
-    }
-}
-
-// Copy a device slot to another one.
-template <class Format>
-DEVICE void move_slot(const Launch& launch, int64 move, Group group) {
-    const int64* const words = launch.words + launch.moves_at + MOVE_WORDS * move;
-    const int64 from = words[0], to = words[1];
-    if (group.lane == 0) {
-        mark(launch.device_marks, from, READ);
-        mark(launch.device_marks, to, WRITTEN);
-    }
-    const char* const source = launch.device_slots + from * launch.slot_bytes;
-    char* const target = launch.device_slots + to * launch.slot_bytes;
-    for (int at = group.lane * 16; at < launch.slot_bytes; at += group.lanes * 16) {
-        store_chunk(target + at, load_chunk(source + at));
-    }
-    if (Format::HAS_SCALES && group.lane == 0) {
-        launch.device_scales[to] = launch.device_scales[from];
-    }
-}
-
 // ---- The launch
 
 // Give each group its items. Where the grid has a group for every unit, each takes one; else each
@@ -401,14 +429,14 @@ DEVICE void execute(const Launch& launch) {
     const int64 warp =
         static_cast<int64>(blockIdx.x) * warps_per_block + threadIdx.x / WARP_THREADS;
 
-    const int64 num_copies = launch.num_fills + launch.num_moves;
+    const int64 num_copies = launch.num_free_fills + launch.num_moves;
     const int64 copy_warps = (num_copies + groups_per_warp - 1) >> groups_bits;
     if (warp < copy_warps) {
         const int64 copy = (warp << groups_bits) + group_of_warp;
-        if (copy < launch.num_fills) {
+        if (copy < launch.num_free_fills) {
             fill_slot<Format>(launch, copy, group);
         } else if (copy < num_copies) {
-            move_slot<Format>(launch, copy - launch.num_fills, group);
+            move_slot<Format>(launch, copy - launch.num_free_fills, group);
         }
         return;
     }
@@ -427,14 +455,14 @@ DEVICE void execute(const Launch& launch) {
 #define HOTSHELF_KERNEL(NAME, FORMAT)                                                             \
     extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS) NAME(                 \
         const int64* words, int64 num_outputs, int64 outputs_at, int64 num_units, int64 fills_at, \
-        int64 num_fills, int64 moves_at, int64 num_moves, char* device_slots, char* host_slots,   \
-        int64 slot_bytes, float* device_scales, float* host_scales, const float* default_of,      \
-        unsigned* device_marks, unsigned* host_marks                                              \
+        int64 num_free_fills, int64 moves_at, int64 num_moves, char* device_slots,                \
+        char* host_slots, int64 slot_bytes, float* device_scales, float* host_scales,             \
+        const float* default_of, unsigned* device_marks, unsigned* host_marks                     \
     ) {                                                                                           \
-        execute<FORMAT>(Launch{words, num_outputs, outputs_at, num_units, fills_at, num_fills,    \
-                               moves_at, num_moves, device_slots, host_slots, slot_bytes,         \
-                               device_scales, host_scales, default_of, device_marks,              \
-                               host_marks});                                                      \
+        execute<FORMAT>(Launch{words, num_outputs, outputs_at, num_units, fills_at,               \
+                               num_free_fills, moves_at, num_moves, device_slots, host_slots,     \
+                               slot_bytes, device_scales, host_scales, default_of,                \
+                               device_marks, host_marks});                                        \
     }
 
 HOTSHELF_KERNEL(execute_float32, Float32)

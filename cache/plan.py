@@ -12,6 +12,7 @@ TIER_DEVICE = 0
 TIER_HOST = 1
 TIER_SOURCE = 2  # only as an origin: a row from the source is read from its host slot
 TIER_ABSENT = 3  # the default row of the position's table
+TIER_FILLED = 4  # in a plan: the row of a fill, which the read does by the way
 
 # An entry of `Plan.reads` is slot << TIER_BITS | tier: one load says where a row is.
 TIER_BITS = 3
@@ -21,15 +22,17 @@ TIER_MASK = (1 << TIER_BITS) - 1
 class Plan(NamedTuple):
     """One lookup of at most `max_positions` keys on one slab; all arrays are int64.
 
-    Reads: position p is read from slot `reads[p] >> TIER_BITS` of tier `reads[p] & TIER_MASK`; for
-    TIER_ABSENT the slot is the number of the table. Fills: entry i copies host slot `fill_from[i]`
-    to device slot `fill_slot[i]`, after the bytes there were spilled to host slot `spill_slot[i]`
-    where that is not -1. Moves: entry i copies device slot `move_from[i]` to `move_to[i]`.
+    Reads: position p is read from slot `reads[p] >> TIER_BITS` of tier `reads[p] & TIER_MASK`. For
+    TIER_ABSENT the slot is the number of the table, for TIER_FILLED that of a fill. Fills: entry i
+    copies host slot `fill_from[i]` to device slot `fill_slot[i]`, after the bytes there were
+    spilled to host slot `spill_slot[i]` where that is not -1. Moves: entry i copies device slot
+    `move_from[i]` to `move_to[i]`.
 
-    Rows that are to be changed on the device (scatter) are fills without a spill. Device slots
-    filled or moved to are distinct, and nothing reads, spills or moves what was there, but for the
-    spill of the same entry. Host slots spilled to are distinct, and nothing reads them. So the
-    operations may run in any order.
+    The first `num_free_fills` fills stand alone, such as those that change rows on the device
+    (scatter). Each other one is named by one read, which does it: so a missed row crosses the bus
+    once. Device slots filled or moved to are distinct, and nothing reads, spills or moves what was
+    there, but for the spill of the same entry. Host slots spilled to are distinct, and nothing
+    reads them. So the operations may run in any order.
     """
 
     reads: NDArray[np.int64]
@@ -38,6 +41,7 @@ class Plan(NamedTuple):
     spill_slot: NDArray[np.int64]
     move_from: NDArray[np.int64]
     move_to: NDArray[np.int64]
+    num_free_fills: int = 0
 
 
 def new_plan(max_positions: int, reads: NDArray[np.int64] | None = None) -> Plan:
@@ -70,6 +74,9 @@ def check_plan(plan: Plan) -> None:
     targets = [*plan.fill_slot.tolist(), *plan.move_to.tolist()]
     spills = plan.spill_slot[plan.spill_slot >= 0].tolist()
     host_sources = {*slots[tiers == TIER_HOST].tolist(), *plan.fill_from.tolist()}
+    named = sorted(slots[tiers == TIER_FILLED].tolist())
+    not_free = list(range(plan.num_free_fills, len(plan.fill_slot)))
+    assert named == not_free, "a fill has not one read"
     assert len(targets) == len(set(targets)), "a device slot is written twice"
     assert len(spills) == len(set(spills)), "a host slot is spilled to twice"
     assert sources.isdisjoint(targets), "a device slot is read and written"

@@ -18,13 +18,14 @@ from cache.plan import (
     TIER_ABSENT,
     TIER_BITS,
     TIER_DEVICE,
+    TIER_FILLED,
     TIER_HOST,
     TIER_MASK,
     TIER_SOURCE,
     Plan,
 )
 
-TIER_MISSING = 4  # between probe and admit: the slot is the number of the missing entry
+TIER_MISSING = 5  # between probe and admit: the slot is the number of the missing entry
 
 # How a missing row gets its bytes.
 IN_HOST = 0  # they are in the host tier
@@ -95,6 +96,7 @@ class Missing(NamedTuple):
     row: NDArray[np.int64]
     host_slot: NDArray[np.int64]  # leased where the host tier is not inclusive
     kind: NDArray[np.uint8]
+    fill: NDArray[np.int64]  # after `admit`: the fill that no read has named yet, or NONE
 
 
 def new_missing(max_positions: int) -> Missing:
@@ -103,6 +105,7 @@ def new_missing(max_positions: int) -> Missing:
         row=np.zeros(max_positions, dtype=np.int64),
         host_slot=np.zeros(max_positions, dtype=np.int64),
         kind=np.zeros(max_positions, dtype=np.uint8),
+        fill=np.zeros(max_positions, dtype=np.int64),
     )
 
 
@@ -226,10 +229,11 @@ def admit(
 ) -> int:
     """Give missing rows device slots, in order of first position, count, and close the plan.
 
-    The bytes of every missing row are in its host slot by now, and are read from there. A row that
-    another lookup admitted meanwhile is only touched. Where every device slot is leased, the row is
-    not admitted. Host slots that are spilled to are leased. The leases on device slots end here, as
-    the plan is enqueued before the mutex is released. Returns the number of fills.
+    The bytes of every missing row are in its host slot by now, and are read from there; the read of
+    the row's first position does the fill. A row that another lookup admitted meanwhile is only
+    touched. Where every device slot is leased, the row is not admitted. Host slots that are spilled
+    to are leased. The leases on device slots end here, as the plan is enqueued before the mutex is
+    released. Returns the number of fills.
     """
     device = tiers.device
     lru.make_room(device, num_missing)
@@ -239,6 +243,7 @@ def admit(
     num_fills = 0
     for entry in range(num_missing):
         row = missing.row[entry]
+        missing.fill[entry] = NONE
         present = device.slot_of[row]
         if present != NONE:
             lru.touch(device.slots, device.log, device.state, present)
@@ -262,11 +267,12 @@ def admit(
         tiers.counts[_table_of(tiers, row), DEVICE_ROWS] += 1
         plan.fill_slot[num_fills] = slot
         plan.fill_from[num_fills] = missing.host_slot[entry]
+        missing.fill[entry] = num_fills
         num_fills += 1
     for fill in range(num_fills):
         lru.release(device, plan.fill_slot[fill])
     device.state[lru.NUM_LEASES] -= _close_reads(
-        device.slots, plan.reads, missing.host_slot, num_reads
+        device.slots, plan.reads, missing.host_slot, missing.fill, num_reads
     )
     _count(tiers.counts, table_of, origin, num_reads)
     return num_fills
@@ -277,11 +283,12 @@ def _close_reads(
     device_slots: NDArray[np.int32],
     reads: NDArray[np.int64],
     host_slot: NDArray[np.int64],
+    fill: NDArray[np.int64],
     num_reads: int,
 ) -> int:
-    """Point the missing positions at their host slots and end the leases of device hits.
+    """Point the missing positions at their fills or host slots; end the leases of device hits.
 
-    Returns the number of leases.
+    The first position of a row that is filled does the fill. Returns the number of leases.
     """
     num_leases = 0
     for position in range(num_reads):
@@ -290,6 +297,9 @@ def _close_reads(
         if tier == TIER_DEVICE:
             device_slots[slot, lru.LEASES] -= 1
             num_leases += 1
+        elif tier == TIER_MISSING and fill[slot] != NONE:
+            reads[position] = fill[slot] << TIER_BITS | TIER_FILLED
+            fill[slot] = NONE
         elif tier == TIER_MISSING:
             reads[position] = host_slot[slot] << TIER_BITS | TIER_HOST
     return num_leases

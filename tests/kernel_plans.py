@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from cache.budget import Budget
 from cache.device import CpuDevice, CpuPlanBuffer, Output, Pooling, SlabMemory
 from cache.kernel_launch import BLOCK_THREADS, grid_blocks
-from cache.plan import TIER_ABSENT, TIER_BITS, TIER_DEVICE, TIER_HOST, TIER_MASK
+from cache.plan import TIER_ABSENT, TIER_BITS, TIER_DEVICE, TIER_FILLED, TIER_HOST, TIER_MASK
 from cache.row_format import RowFormat
 from tests.cuda_shim import Shim
 
@@ -69,6 +69,11 @@ class Case:
     @property
     def slot_bytes(self) -> int:
         return int(self.device.shape[1])
+
+    @property
+    def num_free_fills(self) -> int:
+        """The fills that no read names; they are the first."""
+        return len(self.fills) - int((self.reads & TIER_MASK == TIER_FILLED).sum())
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,13 @@ def random_case(
         [random.choice(sources, num_reads), random.choice(host_sources, num_reads)],
         random.integers(0, 3, num_reads),
     )
+    reads = (slots << TIER_BITS | tiers).astype(np.int64)
+    is_read = _is_read(outputs)
+    num_named = min(int(random.integers(0, num_fills + 1)), int(is_read.sum()))
+    named = np.arange(num_fills - num_named, num_fills)
+    reads[random.choice(np.flatnonzero(is_read), num_named, replace=False)] = (
+        named << TIER_BITS | TIER_FILLED
+    )
     return Case(
         row_format,
         random_slots(random, row_format, num_device, slot_bytes),
@@ -139,11 +151,20 @@ def random_case(
         _random_scales(random, num_device),
         _random_scales(random, len(host_slots)),
         np.array([0.0, -0.37, np.nan], dtype=np.float32),
-        (slots << TIER_BITS | tiers).astype(np.int64),
+        reads,
         fills.astype(np.int64),
         moves.astype(np.int64),
         outputs,
     )
+
+
+def _is_read(outputs: Sequence[OutputSpec]) -> NDArray[np.bool_]:
+    """Of each position; those that are skipped are not."""
+    parts = [
+        np.arange(output.num_positions) >= (output.num_skipped if output.pooling else 0)
+        for output in outputs
+    ]
+    return np.concatenate([np.zeros(0, dtype=np.bool_), *parts])
 
 
 def _random_output(
@@ -278,6 +299,8 @@ def _row(case: Case, tier: int, slot: int, dim: int) -> NDArray[np.float32]:
         return np.full(dim, case.default_of[slot], dtype=np.float32)
     if tier == TIER_DEVICE:
         return decode(case, case.device[slot], case.device_scales[slot], dim)
+    if tier == TIER_FILLED:
+        slot = int(case.fills[slot, 1])
     return decode(case, case.host[slot], case.host_scales[slot], dim)
 
 
@@ -332,6 +355,7 @@ def run_on_cpu(case: Case, slot_shift: int = 0) -> Result:
     buffer.plan = buffer.plan._replace(
         move_from=np.ascontiguousarray(moved.moves[:, 0]),
         move_to=np.ascontiguousarray(moved.moves[:, 1]),
+        num_free_fills=case.num_free_fills,
     )
     buffers, outputs, first = [], [], 0
     for spec in case.outputs:
@@ -350,7 +374,9 @@ def _with_slots_shifted(case: Case, shift: int) -> Case:
     all_shifted = case.fills + shift
     return replace(
         case,
-        reads=case.reads + (shift << TIER_BITS),
+        reads=np.where(
+            case.reads & TIER_MASK == TIER_FILLED, case.reads, case.reads + (shift << TIER_BITS)
+        ),
         fills=np.hstack([all_shifted[:, :2], np.where(is_spill, all_shifted[:, 2:], -1)]),
         moves=case.moves + shift,
     )
@@ -382,7 +408,7 @@ def run_on_shim(
         *(_base(array, slot_shift) for array in marks),
     ]  # fmt: skip
     num_units = sum(len(output.bag_sizes) for output in case.outputs)
-    num_copies = len(case.fills) + len(case.moves)
+    num_copies = case.num_free_fills + len(case.moves)
     blocks = grid_blocks(num_units, num_copies, slot_bytes, max_resident_threads)
     shim.launch(f"execute_{case.row_format.value}", blocks, BLOCK_THREADS, arguments, seed)
     return Result(device, host, *scales, tuple(whole for whole, _ in buffers))
@@ -414,5 +440,13 @@ def _words(
     parts.append(np.array(descriptors, dtype=np.int64))
     fills_at = shift + len(case.reads)
     moves_at = fills_at + case.fills.size
-    sections = [len(case.outputs), at, unit, fills_at, len(case.fills), moves_at, len(case.moves)]
+    sections = [
+        len(case.outputs),
+        at,
+        unit,
+        fills_at,
+        case.num_free_fills,
+        moves_at,
+        len(case.moves),
+    ]
     return np.concatenate(parts), sections

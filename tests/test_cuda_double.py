@@ -259,7 +259,7 @@ def launch(gpu: Gpu, stream: Any, words: list[int], **changed: int) -> tuple[Any
     marks = gpu.pool.malloc(4096)
     bytes_at(marks.ptr, 4096)[:] = 0
     arguments = Arguments(
-        words=plan.ptr, num_outputs=1, outputs_at=1, num_units=1, fills_at=7, num_fills=0,
+        words=plan.ptr, num_outputs=1, outputs_at=1, num_units=1, fills_at=7, num_free_fills=0,
         moves_at=7, num_moves=0, device_slots=slots.data.ptr, host_slots=gpu.host.ctypes.data,
         slot_bytes=16, device_scales=0, host_scales=0, default_of=out.data.ptr,
         device_marks=marks.ptr, host_marks=marks.ptr,
@@ -291,9 +291,21 @@ def test_a_kernel_runs_late_too(gpu: Gpu) -> None:
         ([SECOND_SLOT, 0, 0, 16, 4, 0, -1], {}, "rows of an output: 16 bytes at 0x10 are in"),
         ([2 << 3, *OUTPUT], {}, "a slot that is read is beyond 2 slots"),
         ([7, *OUTPUT], {}, "a read is of no tier"),
-        ([SECOND_SLOT, *OUTPUT, 5, 0, -1], {"num_fills": 1}, "filled is beyond 2 slots"),
-        ([SECOND_SLOT, *OUTPUT, 0, 900, -1], {"num_fills": 1}, "filled from is beyond 256"),
-        ([SECOND_SLOT, *OUTPUT, 1, 0, -1], {"num_fills": 1}, "the plan breaks the rules of Plan"),
+        (
+            [SECOND_SLOT, *OUTPUT, 5, 0, -1],
+            {"num_free_fills": 1, "moves_at": 10},
+            "filled is beyond 2 slots",
+        ),
+        (
+            [SECOND_SLOT, *OUTPUT, 0, 900, -1],
+            {"num_free_fills": 1, "moves_at": 10},
+            "filled from is beyond 256",
+        ),
+        (
+            [SECOND_SLOT, *OUTPUT, 1, 0, -1],
+            {"num_free_fills": 1, "moves_at": 10},
+            "the plan breaks the rules of Plan",
+        ),
         ([SECOND_SLOT, *OUTPUT], {"outputs_at": 2}, r"words 2\+6 are not in the plan"),
     ],
 )

@@ -13,7 +13,7 @@ from cache.arena import Arena
 from cache.cuda import CudaDevice, probe
 from cache.device import Device, DeviceError, Output, Pooling, SlabMemory, Stream, open_device
 from cache.errors import OutOfMemoryError
-from cache.plan import TIER_ABSENT, TIER_BITS, TIER_DEVICE, TIER_HOST
+from cache.plan import TIER_ABSENT, TIER_BITS, TIER_DEVICE, TIER_FILLED, TIER_HOST
 from cache.row_format import RowFormat
 from tests.cache_fixtures import DEVICES, Rows, machine_of, opened_device, to_host
 from tests.cuda_double import machine as double
@@ -190,6 +190,7 @@ def execute(
 ) -> None:
     """Execute a plan of reads as (tier, slot), fills as (slot, from, spill), moves as (from, to).
 
+    Fills that no read names come first.
     Blocks until it is done.
     """
     buffer = device.new_plan_buffer(max_positions=16)
@@ -199,7 +200,10 @@ def execute(
     buffer.plan.fill_from[: len(fills)] = columns[1]
     buffer.plan.spill_slot[: len(fills)] = columns[2]
     move_from, move_to = np.array(moves, dtype=np.int64).reshape(-1, 2).T.copy()
-    buffer.plan = buffer.plan._replace(move_from=move_from, move_to=move_to)
+    buffer.plan = buffer.plan._replace(
+        move_from=move_from, move_to=move_to,
+        num_free_fills=len(fills) - sum(tier == TIER_FILLED for tier, _ in reads),
+    )  # fmt: skip
     device.execute(stream, buffer, len(reads), len(fills), memory, outputs)
     stream.record().wait()
     buffer.close()
@@ -211,7 +215,7 @@ def test_plans_read_spill_and_fill_in_the_order_in_which_they_were_enqueued(
     memory = slab(device, [1, 2], [10, 20, 30])
     stream = device.new_stream()
     first, second = Rows(device, 4, 3), Rows(device, 3, 3)
-    reads = [(TIER_DEVICE, 1), (TIER_HOST, 1), (TIER_ABSENT, 1), (TIER_HOST, 1)]
+    reads = [(TIER_DEVICE, 1), (TIER_HOST, 1), (TIER_ABSENT, 1), (TIER_FILLED, 0)]
     outputs = [Output(0, first.array[:1]), Output(1, first.array[1:])]
     execute(device, stream, memory, reads, [(0, 1, 2)], outputs)
     reads = [(TIER_DEVICE, 0), (TIER_HOST, 2), (TIER_DEVICE, 1)]

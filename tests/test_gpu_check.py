@@ -234,8 +234,8 @@ def test_the_command_runs_parts_in_processes_and_writes_to_out(tmp_path: Path) -
     content = json.loads((out / "gpu-check.json").read_text(encoding="utf-8"))
     assert content["exit_code"] == 0
     assert [part["name"] for part in content["parts"]] == ["misses", "managed"]
-    assert len(figures_of(content, "misses")) == len(rows.ROW_BYTES) + 1
-    assert "misses, rows of 2048 B: kernel" in ended.stdout
+    assert len(figures_of(content, "misses")) == 2 * (len(rows.ROW_BYTES) + 1)
+    assert "misses, rows of 2048 B: kernel that fills" in ended.stdout
     assert "failed parts: none" in ended.stdout
 
 

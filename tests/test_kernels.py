@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from cache.device import Pooling
 from cache.kernel_launch import MAX_RESIDENT_THREADS, grid_blocks, group_lanes
-from cache.plan import TIER_ABSENT, TIER_DEVICE, TIER_HOST
+from cache.plan import TIER_ABSENT, TIER_DEVICE, TIER_FILLED, TIER_HOST
 from cache.row_format import RowFormat
 from tests import cuda_shim
 from tests.cuda_shim import KernelTrap, Shim, load_shim
@@ -246,6 +246,14 @@ def broken_plans() -> dict[str, Case]:
         "a spill to a slot that is pooled": replace(pooled, fills=words((4, 1, 2))),
         "a spill to a slot that is filled from": replace(case, fills=words((4, 1, 1))),
         "two spills to a slot": replace(case, fills=words((4, 1, 5), (6, 1, 5))),
+        "two reads of a fill": replace(
+            case, reads=words(*(read_word(TIER_FILLED, 0),) * 2).ravel(), fills=words((4, 1, -1))
+        ),
+        "a fill by a read of a slot that is read": replace(
+            case,
+            reads=words(read_word(TIER_DEVICE, 1), read_word(TIER_FILLED, 0)).ravel(),
+            fills=words((1, 2, -1)),
+        ),
     }
 
 
@@ -309,6 +317,7 @@ for plan in (
     replace(case, fills=words((1, 8, -1))),
     replace(case, fills=words((1, 2, 8))),
     replace(case, moves=words((1, 8))),
+    replace(case, reads=words(4), fills=words((1, 8, -1)), outputs=(OutputSpec(16, (1,)),)),
     case,
 ):
     child = os.fork()  # the sanitizer ends the process
@@ -336,5 +345,5 @@ def test_no_kernel_touches_what_is_not_its_own() -> None:
 
 def test_the_sanitizer_sees_a_slot_one_past_the_end() -> None:
     done = run_sanitized(OFF_BY_ONE)
-    assert done.stdout.split() == ["True"] * 6 + ["False"], done.stderr
-    assert done.stderr.count("ERROR: AddressSanitizer: heap-buffer-overflow") == 6
+    assert done.stdout.split() == ["True"] * 7 + ["False"], done.stderr
+    assert done.stderr.count("ERROR: AddressSanitizer: heap-buffer-overflow") == 7

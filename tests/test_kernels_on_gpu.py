@@ -96,7 +96,9 @@ def run_on_gpu(case: Case, device: CudaDevice) -> Result:
     columns = (buffer.plan.fill_slot, buffer.plan.fill_from, buffer.plan.spill_slot)
     for column, values in zip(columns, case.fills.T, strict=True):
         column[: len(case.fills)] = values
-    buffer.plan = buffer.plan._replace(move_from=case.moves[:, 0], move_to=case.moves[:, 1])
+    buffer.plan = buffer.plan._replace(
+        move_from=case.moves[:, 0], move_to=case.moves[:, 1], num_free_fills=case.num_free_fills
+    )
     wholes, outputs, first = [], [], 0
     for spec in case.outputs:
         whole, rows = new_rows(spec)

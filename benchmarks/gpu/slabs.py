@@ -13,7 +13,7 @@ from benchmarks.gpu.check import MIB, WrongResultError
 from cache.arena import Arena
 from cache.cuda import CudaDevice
 from cache.device import Output, SlabMemory
-from cache.plan import TIER_BITS
+from cache.plan import TIER_BITS, TIER_FILLED
 
 _CHUNK_BYTES = 32 * MIB
 _NUM_CHECKED_PARTS = 16
@@ -70,10 +70,11 @@ def _chunks(num_words: int) -> Iterator[tuple[int, int]]:
 
 
 class Reads(NamedTuple):
-    """A plan in a buffer that reads `slots` in order, and nothing else."""
+    """A plan that reads `slots` in order; fills, if any, are of device slots 0, 1, ..."""
 
     buffer: Any
     slots: NDArray[np.int64]
+    num_fills: int
 
 
 class SlabReader:
@@ -82,15 +83,23 @@ class SlabReader:
     def __init__(
         self, device: CudaDevice, memory: SlabMemory, output: Any, slots: Sequence[Any], tier: int
     ) -> None:
-        """`slots` is those of each plan; `output` float32 [n, dim] of device memory."""
+        """`slots` is those of each plan; `output` float32 [n, dim] of device memory.
+
+        With the tier TIER_FILLED the slots are of the host, and the rows go to the device tier too.
+        """
         self._device = device
         self._memory = memory
         self.output = output
         self.plans = []
         for plan_slots in slots:
             buffer = device.new_plan_buffer(len(plan_slots))
-            buffer.plan.reads[:] = plan_slots << TIER_BITS | tier
-            self.plans.append(Reads(buffer, plan_slots))
+            num_fills = len(plan_slots) if tier == TIER_FILLED else 0
+            entries = np.arange(num_fills)
+            buffer.plan.reads[:] = (entries if num_fills else plan_slots) << TIER_BITS | tier
+            buffer.plan.fill_slot[:num_fills] = entries
+            buffer.plan.fill_from[:num_fills] = plan_slots[:num_fills]
+            buffer.plan.spill_slot[:num_fills] = -1
+            self.plans.append(Reads(buffer, plan_slots, num_fills))
 
     def launches(self) -> list[Callable[[], object]]:
         """Calls that enqueue the kernel, with the plans on the device from now on."""
@@ -140,15 +149,17 @@ class SlabReader:
     def _launch(self, plan: Reads) -> Callable[[], object]:
         stream = self._device.compute
         launch = self._device.upload(
-            stream, plan.buffer, len(plan.slots), 0, self._memory, [Output(0, self.output)]
-        )
+            stream, plan.buffer, len(plan.slots), plan.num_fills, self._memory,
+            [Output(0, self.output)],
+        )  # fmt: skip
         return lambda: self._device.launch(stream, launch)
 
     def _execution(self, plan: Reads) -> Callable[[], object]:
         outputs = [Output(0, self.output)]
         return lambda: self._device.execute(
-            self._device.compute, plan.buffer, len(plan.slots), 0, self._memory, outputs
-        )
+            self._device.compute, plan.buffer, len(plan.slots), plan.num_fills, self._memory,
+            outputs,
+        )  # fmt: skip
 
 
 def copies(

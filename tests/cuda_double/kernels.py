@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.plan import TIER_ABSENT, TIER_BITS, TIER_DEVICE, TIER_MASK
+from cache.plan import TIER_ABSENT, TIER_BITS, TIER_DEVICE, TIER_FILLED, TIER_HOST, TIER_MASK
 from cache.row_format import RowFormat
 from tests.cuda_double.machine import Machine
 from tests.cuda_double.memory import bytes_at
@@ -18,7 +18,6 @@ from tests.cuda_shim import KernelTrap, Shim, load_shim
 SOURCE = Path(__file__).parents[2] / "cache" / "kernels.cu"
 NAME_TO_FORMAT = {f"execute_{row_format.value}": row_format for row_format in RowFormat}
 _OUTPUT_WORDS = 6
-_NUM_TIERS = 4
 
 
 class Arguments(NamedTuple):
@@ -29,7 +28,7 @@ class Arguments(NamedTuple):
     outputs_at: int
     num_units: int
     fills_at: int
-    num_fills: int
+    num_free_fills: int
     moves_at: int
     num_moves: int
     device_slots: int
@@ -98,6 +97,7 @@ class _Check:
         self._machine = machine
         self._arguments = arguments
         self._itemsize = itemsize
+        self._named_fills: list[NDArray[np.int64]] = []
         memory = machine.known(arguments.words, 8, "words")
         self._words: NDArray[np.int64] = bytes_at(
             arguments.words, (memory.stop - arguments.words) // 8 * 8
@@ -111,7 +111,13 @@ class _Check:
         self._assert(arguments.num_outputs == 0 or first_units[0] == 0, "output 0 begins late")
         for index, output in enumerate(width.tolist()):
             self._check_output(output, first_units[index + 1] - first_units[index])
-        fills = self._section(arguments.fills_at, arguments.num_fills, 3)
+        # The moves come right behind the fills.
+        num_fills = (arguments.moves_at - arguments.fills_at) // 3
+        self._assert(arguments.num_free_fills <= num_fills, "a free fill is not in the plan")
+        fills = self._section(arguments.fills_at, num_fills, 3)
+        named = np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *self._named_fills]))
+        expected = np.arange(arguments.num_free_fills, num_fills)
+        self._assert(np.array_equal(named, expected), f"reads name fills {named.tolist()}")
         moves = self._section(arguments.moves_at, arguments.num_moves, 2)
         self._check_slots("filled", fills[:, 0], arguments.device_slots)
         self._check_slots("filled from", fills[:, 1], arguments.host_slots)
@@ -137,10 +143,11 @@ class _Check:
             self._assert(offsets_at == -1, "offsets without pooling")
         reads = self._section(first, num_positions, 1)[:, 0]
         tiers, slots = reads & TIER_MASK, reads >> TIER_BITS
-        self._assert(bool((tiers < _NUM_TIERS).all()), "a read is of no tier")
+        self._assert(bool((tiers <= TIER_FILLED).all()), "a read is of no tier")
         is_absent, is_near = tiers == TIER_ABSENT, tiers == TIER_DEVICE
+        self._named_fills.append(slots[tiers == TIER_FILLED])
         self._check_slots("read", slots[is_near], self._arguments.device_slots)
-        self._check_slots("read", slots[~is_near & ~is_absent], self._arguments.host_slots)
+        self._check_slots("read", slots[tiers == TIER_HOST], self._arguments.host_slots)
         self._check_slots("defaulted", slots[is_absent], self._arguments.default_of, 4)
 
     def _check_slots(
