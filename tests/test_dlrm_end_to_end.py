@@ -62,7 +62,8 @@ def serving(request: pytest.FixtureRequest, repository: Path) -> Iterator[Servin
         module=module,
     ) as server:  # fmt: skip
         assert f" {device}" in server.log()
-        yield Serving(server, tiers, 1e-5 if kind == "cuda" else 0.0)
+        # On a GPU, ONNX Runtime multiplies in TF32, with 10 bits of fraction.
+        yield Serving(server, tiers, 2e-3 if kind == "cuda" else 0.0)
 
 
 def post(
@@ -181,4 +182,5 @@ def test_scores_agree_with_an_independent_torch_model(repository: Path, serving:
     top = torch.cat([bottom, products[:, lower[0], lower[1]]], dim=1)
     expected = torch.sigmoid(mlp("top", 3, top)).numpy()
 
-    np.testing.assert_allclose(infer(serving.server, dense, keys), expected, rtol=0, atol=1e-5)
+    scores = infer(serving.server, dense, keys)
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=max(1e-5, serving.tolerance))
