@@ -4,7 +4,7 @@
 # Ask: docker run --rm --gpus all --entrypoint hotshelf hotshelf doctor --device cuda:0
 
 FROM scratch AS source
-COPY pyproject.toml constraints.txt README.md LICENSE /app/
+COPY pyproject.toml constraints.txt constraints-gpu.txt README.md LICENSE /app/
 COPY server /app/server
 COPY cache /app/cache
 COPY models /app/models
@@ -20,7 +20,8 @@ RUN python3 -m venv /opt/hotshelf \
 FROM python:3.11-slim-bookworm AS gpu-packages
 COPY --from=source /app /app
 RUN python3 -m venv /opt/hotshelf \
-    && /opt/hotshelf/bin/pip install --no-cache-dir -c /app/constraints.txt -e '/app[gpu]'
+    && /opt/hotshelf/bin/pip install --no-cache-dir -c /app/constraints.txt -c /app/constraints-gpu.txt \
+        -e '/app[gpu]'
 
 FROM python:3.11-slim-bookworm AS cpu
 ENV PATH=/opt/hotshelf/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 \

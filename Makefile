@@ -1,4 +1,4 @@
-# Every target makes .venv itself. CI calls these targets and nothing else.
+# Every target that needs .venv makes it. CI's commands are in .ci/run.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin

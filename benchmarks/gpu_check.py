@@ -82,7 +82,7 @@ def find_problem(index: int, cupy: Any = None) -> str | None:
         return f"not installed: {', '.join(missing)}; the check installs nothing"
     from cache.cuda import probe
 
-    report = probe(cupy)
+    report = probe(cupy, index)
     if report.problem is None and index >= len(report.devices):
         return f"there is no GPU {index}; found are {len(report.devices)}"
     return report.problem

@@ -22,7 +22,8 @@ class Arena(Protocol):
     """A reserved range of `max_bytes` bytes; only committed pages may be touched.
 
     Offsets are multiples of `page_bytes`; so are sizes, or they reach to the end. Addresses stay
-    the same over decommit and commit; contents do not.
+    the same over decommit and commit; contents do not. An arena of one page, as those of a GPU
+    are, may come back at another address.
     """
 
     max_bytes: int

@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.jit import compiled, inlined
-from cache.plan import TIER_ABSENT, TIER_BITS, TIER_DEVICE, TIER_FILLED, TIER_MASK, Plan
+from cache.plan import TIER_ABSENT, TIER_BITS, TIER_DEVICE, TIER_FILLED, TIER_HOST, TIER_MASK, Plan
 from cache.row_format import RowFormat
 
 Slots = NDArray[Any]  # [num_slots, slot_bytes / itemsize], of the dtype of a row format
 Rows = NDArray[np.float32]  # [n, dim]; as slots [num_slots, slot_bytes / 4]
 Scales = NDArray[np.float32]  # [num_slots]
+Words = NDArray[np.int64]
 
 
 @compiled
@@ -45,6 +46,15 @@ def move_rows(plan: Plan, device: Slots) -> None:
             device[target, column] = device[source, column]
 
 
+@inlined
+def _place(reads: Words, fill_from: Words, position: int) -> tuple[int, int]:
+    """Tier and slot of a read; the row of a fill is in its host slot until the fills are done."""
+    tier, slot = reads[position] & TIER_MASK, reads[position] >> TIER_BITS
+    if tier == TIER_FILLED:
+        return TIER_HOST, fill_from[slot]
+    return tier, slot
+
+
 @compiled
 def read_rows(
     plan: Plan, first: int, device: Rows, host: Rows, default_of: NDArray[np.float32], out: Rows
@@ -57,10 +67,7 @@ def read_rows(
     dim = out.shape[1]
     reads, fill_from = plan.reads, plan.fill_from
     for index in range(out.shape[0]):
-        tier = reads[first + index] & TIER_MASK
-        slot = reads[first + index] >> TIER_BITS
-        if tier == TIER_FILLED:
-            slot = fill_from[slot]
+        tier, slot = _place(reads, fill_from, first + index)
         if tier == TIER_DEVICE:
             for column in range(dim):
                 out[index, column] = device[slot, column]
@@ -80,10 +87,7 @@ def read_float16(
     reads, fill_from = plan.reads, plan.fill_from
     bits = out.view(np.uint32)
     for index in range(out.shape[0]):
-        tier = reads[first + index] & TIER_MASK
-        slot = reads[first + index] >> TIER_BITS
-        if tier == TIER_FILLED:
-            slot = fill_from[slot]
+        tier, slot = _place(reads, fill_from, first + index)
         if tier == TIER_DEVICE:
             for column in range(out.shape[1]):
                 bits[index, column] = _float16_bits(device[slot, column])
@@ -103,10 +107,7 @@ def read_bfloat16(
     reads, fill_from = plan.reads, plan.fill_from
     bits = out.view(np.uint32)
     for index in range(out.shape[0]):
-        tier = reads[first + index] & TIER_MASK
-        slot = reads[first + index] >> TIER_BITS
-        if tier == TIER_FILLED:
-            slot = fill_from[slot]
+        tier, slot = _place(reads, fill_from, first + index)
         if tier == TIER_DEVICE:
             for column in range(out.shape[1]):
                 bits[index, column] = device[slot, column] << 16
@@ -132,10 +133,7 @@ def read_int8(
     """As `read_rows`, from slots of int8: each times the scale of its slot."""
     reads, fill_from = plan.reads, plan.fill_from
     for index in range(out.shape[0]):
-        tier = reads[first + index] & TIER_MASK
-        slot = reads[first + index] >> TIER_BITS
-        if tier == TIER_FILLED:
-            slot = fill_from[slot]
+        tier, slot = _place(reads, fill_from, first + index)
         if tier == TIER_DEVICE:
             scale = device_scales[slot]
             for column in range(out.shape[1]):

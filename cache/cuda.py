@@ -7,6 +7,7 @@ opened, so this module can be imported everywhere.
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,13 +34,15 @@ from cache.kernel_launch import BLOCK_THREADS, grid_blocks
 _KERNELS = Path(__file__).with_name("kernels.cu")
 # No fused multiply-add, so that sums equal those of the CPU kernels bit for bit.
 _KERNEL_OPTIONS = ("--std=c++17", "--fmad=false")
+# What hostRegister says of memory that cannot be pinned: invalid, no memory, not supported.
+_CANNOT_PIN = (1, 2, 801)
 _REGISTER_PORTABLE_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
-_INSTALL = "install it with: pip install -e '.[gpu]'"
+_INSTALL = "docs/gpu.md says how to set up a GPU"
 
 
 @dataclass(frozen=True, slots=True)
 class CudaDeviceInfo:
-    """One GPU as the driver shows it; memory as it is now."""
+    """One GPU as the driver shows it; `free_bytes` is 0 where it was not looked at."""
 
     index: int
     name: str
@@ -64,25 +67,29 @@ class CudaReport:
     problem: str | None
 
 
-def probe(cupy: Any = None) -> CudaReport:
-    """Look for GPUs that can be used. Never raises."""
+def probe(cupy: Any = None, index: int | None = None) -> CudaReport:
+    """Look for GPUs that can be used, and for the free memory of GPU `index`. Never raises.
+
+    Without an index the free memory of all is looked at, which makes a context on each.
+    """
     if cupy is None:
         try:
             cupy = importlib.import_module("cupy")
-        except ImportError as error:
+        except Exception as error:  # a broken install fails in ways of its own
             is_missing = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
             found = "is not installed" if is_missing else f"cannot be imported ({_line(error)})"
             return CudaReport(None, None, None, (), f"CuPy {found}; {_INSTALL}")
-    version = str(cupy.__version__)
-    runtime = cupy.cuda.runtime
-    built_for = driver_version = None
+    version = built_for = driver_version = None
     devices: tuple[CudaDeviceInfo, ...] = ()
     try:
+        version = str(cupy.__version__)
+        runtime = cupy.cuda.runtime
         built_for = int(runtime.runtimeGetVersion())
         driver_version = int(runtime.driverGetVersion()) or None
         problem = _version_problem(version, driver_version, built_for)
         if problem is None:
-            devices = tuple(_info(cupy, index) for index in range(int(runtime.getDeviceCount())))
+            numbers = range(int(runtime.getDeviceCount()))
+            devices = tuple(_info(cupy, number, index in (number, None)) for number in numbers)
             if not devices:
                 problem = "the driver shows no device; see CUDA_VISIBLE_DEVICES"
     except Exception as error:  # a broken driver fails in ways of its own
@@ -99,7 +106,10 @@ class CudaEvent:
         stream.record(self.event)
 
     def wait(self) -> None:
-        """Block this thread, without the GIL, until the GPU is there. Raises `DeviceError`."""
+        """Wait, without the GIL, until the GPU is there. Raises `DeviceError`.
+
+        The thread spins: that costs a core, and saves the time to wake up.
+        """
         with self._device.calls():
             self.event.synchronize()
 
@@ -124,9 +134,7 @@ class CudaStream:
 
     def wait_for(self, event: Event) -> None:
         """Let later work begin after the event."""
-        if not isinstance(event, CudaEvent):
-            event.wait()
-            return
+        assert isinstance(event, CudaEvent), "an event of another device"
         with self._device.calls():
             self.stream.wait_event(event.event)
 
@@ -211,8 +219,11 @@ class PinnedArena:
         self._pageable.commit(0, num_bytes)
         runtime = self._device.cupy.cuda.runtime
         try:
-            self._device.make_current()
-            runtime.hostRegister(self._address(), num_bytes, _REGISTER_PORTABLE_MAPPED)
+            with self._device.calls(_CANNOT_PIN):
+                runtime.hostRegister(self._address(), num_bytes, _REGISTER_PORTABLE_MAPPED)
+        except DeviceError:
+            self._pageable.decommit(0, num_bytes)
+            raise
         except runtime.CUDARuntimeError as error:
             self._pageable.decommit(0, num_bytes)
             raise OutOfMemoryError(
@@ -299,6 +310,7 @@ class CudaDevice:
         # Kept alive until they are closed: what is unmapped while it is pinned stays pinned, and
         # others may get its addresses.
         self.pinned: set[PinnedArena] = set()
+        self._staging_mutex = threading.Lock()
         self._free_pinned = PinnedBlocks(self)
         self._is_debug = is_debug
         self._module = self._compiled()
@@ -320,9 +332,10 @@ class CudaDevice:
 
     def reserve_staging(self, owner: str, max_bytes: int) -> Arena:
         """Pinned memory that is needed whatever the host memory is; committed."""
-        self.host_budget.make_room(max_bytes)
         arena = PinnedArena(owner, max_bytes, self)
-        arena.commit(0, max_bytes)
+        with self._staging_mutex:  # another's block must not take the room that was made
+            self.host_budget.make_room(max_bytes)
+            arena.commit(0, max_bytes)
         return arena
 
     def to_device(self, array: NDArray[Any]) -> Any:
@@ -372,7 +385,10 @@ class CudaDevice:
         memory: SlabMemory,
         outputs: Sequence[Output],
     ) -> KernelLaunch:
-        """Enqueue the copy of a plan, and return the launch that executes it."""
+        """Enqueue the copy of a plan, and return the launch that executes it.
+
+        Apart from `launch`, so that the kernel can be timed alone.
+        """
         layout = write_words(buffer, num_reads, num_fills, outputs)
         num_free_fills = buffer.plan.num_free_fills
         num_copies = num_free_fills + layout.num_moves
@@ -417,11 +433,13 @@ class CudaDevice:
             int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for _, shape, dtype in sources
         ]
         starts = np.cumsum([0, *(-(-size // 64) * 64 for size in sizes)]).tolist()
-        block = self._free_pinned.take(starts[-1])
+        block = self._free_pinned.acquire(starts[-1])
         runtime = self.cupy.cuda.runtime
         staged = []
         with self.calls():
-            for (address, shape, dtype), size, start in zip(sources, sizes, starts, strict=False):
+            for (address, shape, dtype), size, start in zip(
+                sources, sizes, starts[:-1], strict=True
+            ):
                 view = block.array(start, shape, dtype)
                 staged.append(view)
                 if size:
@@ -431,7 +449,7 @@ class CudaDevice:
                     )  # fmt: skip
         self.compute.record().wait()
         arrays = [np.array(view) for view in staged]
-        self._free_pinned.give_back(block)
+        self._free_pinned.release(block)
         return arrays
 
     def copy_to_device(self, target: int, source: int, num_bytes: int) -> None:
@@ -446,17 +464,16 @@ class CudaDevice:
         """Memory of the pool, uncharged; raises `OutOfMemoryError`."""
         try:
             with self.calls():
-                return self._pool.malloc(num_bytes)
+                try:
+                    return self._pool.malloc(num_bytes)
+                except self.cupy.cuda.memory.OutOfMemoryError:
+                    # The limit counts what the pool keeps for later, too.
+                    self._pool.free_all_blocks()
+                    return self._pool.malloc(num_bytes)
         except self.cupy.cuda.memory.OutOfMemoryError as error:
             raise OutOfMemoryError(
                 f"{owner}: {self.name} has no {num_bytes} bytes left ({_line(error)})"
             ) from error
-
-    def memory_info(self) -> tuple[int, int]:
-        """Free and total bytes of the GPU, as the driver counts them for all processes."""
-        with self.calls():
-            free_bytes, total_bytes = self.cupy.cuda.runtime.memGetInfo()
-        return int(free_bytes), int(total_bytes)
 
     def close(self) -> None:
         """Give all memory back."""
@@ -471,9 +488,12 @@ class CudaDevice:
         """Make this GPU the one of the calling thread."""
         self.cupy.cuda.runtime.setDevice(self.index)
 
-    def calls(self) -> _Calls:
-        """Where CUDA is called: a call that fails there is a fault of the device."""
-        return _Calls(self)
+    def calls(self, harmless: tuple[int, ...] = ()) -> _Calls:
+        """Where CUDA is called: a call that fails there is a fault of the device.
+
+        Errors of a status in `harmless` are raised as they are.
+        """
+        return _Calls(self, harmless)
 
     def _compiled(self) -> Any:
         """The kernels for this GPU; CuPy keeps the binary on disk."""
@@ -511,26 +531,35 @@ class CudaDevice:
 class _Calls:
     """Calls to one GPU. What fails there does not heal: the context is lost, so nothing follows."""
 
-    def __init__(self, device: CudaDevice) -> None:
+    def __init__(self, device: CudaDevice, harmless: tuple[int, ...]) -> None:
         self._device = device
+        self._harmless = harmless
 
     def __enter__(self) -> None:
         if self._device.fault is not None:
             raise DeviceError(self._device.fault)
-        self._device.make_current()
+        try:
+            self._device.make_current()
+        except self._errors() as error:  # also what earlier work has done shows here
+            raise self._fault(error) from error
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        is_harmless = getattr(error, "status", None) in self._harmless
+        if isinstance(error, self._errors()) and not is_harmless:
+            raise self._fault(error) from error
+
+    def _errors(self) -> tuple[type[Exception], ...]:
         cuda = self._device.cupy.cuda
-        if isinstance(error, cuda.runtime.CUDARuntimeError | cuda.driver.CUDADriverError):
-            self._device.fault = (
-                f"{self._device.name} has failed ({_line(error)}); restart the server"
-            )
-            raise DeviceError(self._device.fault) from error
+        return (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError)
+
+    def _fault(self, error: Exception) -> DeviceError:
+        self._device.fault = f"{self._device.name} has failed ({_line(error)}); restart the server"
+        return DeviceError(self._device.fault)
 
 
 def _usable(name: str, index: int, cupy: Any) -> CudaDeviceInfo:
     """The GPU of that number; raises `DeviceError` where it cannot be used."""
-    report = probe(cupy)
+    report = probe(cupy, index)
     if report.problem is not None:
         raise DeviceError(f"device {name!r} cannot be used: {report.problem}")
     if index >= len(report.devices):
@@ -539,16 +568,18 @@ def _usable(name: str, index: int, cupy: Any) -> CudaDeviceInfo:
     return report.devices[index]
 
 
-def _info(cupy: Any, index: int) -> CudaDeviceInfo:
+def _info(cupy: Any, index: int, is_wanted: bool) -> CudaDeviceInfo:
     runtime = cupy.cuda.runtime
     properties = runtime.getDeviceProperties(index)
-    runtime.setDevice(index)
-    free_bytes, total_bytes = runtime.memGetInfo()
+    free_bytes = 0
+    if is_wanted:
+        runtime.setDevice(index)
+        free_bytes, _ = runtime.memGetInfo()
     return CudaDeviceInfo(
         index=index,
         name=bytes(properties["name"]).decode(errors="replace"),
         compute_capability=(int(properties["major"]), int(properties["minor"])),
-        total_bytes=int(total_bytes),
+        total_bytes=int(properties["totalGlobalMem"]),
         free_bytes=int(free_bytes),
         num_multiprocessors=int(properties["multiProcessorCount"]),
         pci_bus_id=str(runtime.deviceGetPCIBusId(index)),
@@ -558,7 +589,7 @@ def _info(cupy: Any, index: int) -> CudaDeviceInfo:
 def _version_problem(version: str, driver_version: int | None, built_for: int) -> str | None:
     if driver_version is None:
         needed = _dotted(built_for // 1000 * 1000)
-        return f"there is no NVIDIA driver; install one that supports CUDA {needed}"
+        return f"there is no NVIDIA driver; install one that supports CUDA {needed} (docs/gpu.md)"
     if driver_version // 1000 >= built_for // 1000:
         return None
     return (

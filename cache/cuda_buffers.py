@@ -1,6 +1,6 @@
 """Memory that batches use on a GPU: plans, inputs, and outputs on their way to the host.
 
-What is used again is kept: pinning memory and growing a pool take milliseconds.
+What is used again is kept: pinning memory and growing a pool are slow.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from cache.arena import Arena
 from cache.device import Event, Output, Pooling
+from cache.errors import OutOfMemoryError
 from cache.plan import new_plan
 
 if TYPE_CHECKING:
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
 
 _MIN_BLOCK_BYTES = 4096
 _NUM_OUTPUT_WORDS = 6  # of an output's descriptor; see kernels.cu
+
+
+def plan_bytes(max_positions: int) -> int:
+    """The size of a plan buffer, in each of the two memories."""
+    # Of each position: its read, a fill, a bag's offset, and at worst an output of its own.
+    return 8 * (max_positions * (1 + 3 + 1 + _NUM_OUTPUT_WORDS) + 64)
 
 
 class CudaPlanBuffer:
@@ -31,17 +38,21 @@ class CudaPlanBuffer:
     """
 
     def __init__(self, device: CudaDevice, max_positions: int) -> None:
-        # Of each position: its read, a fill, a bag's offset, and at worst an output of its own.
-        num_bytes = 8 * (max_positions * (1 + 3 + 1 + _NUM_OUTPUT_WORDS) + 64)
-        self._host = device.reserve_staging("plans", num_bytes)
+        num_bytes = plan_bytes(max_positions)
         self._device = device.reserve("plans", num_bytes)
         self._device.commit(0, num_bytes)
+        try:
+            self._host = device.reserve_staging("plans", num_bytes)
+        except BaseException:  # whatever it was, nobody else can give the device's half back
+            self._device.close()
+            raise
         self.words: NDArray[np.int64] = self._host.array(0, (num_bytes // 8,), np.int64)
         self.device_words = self._device.array(0, (num_bytes // 8,), np.int64)
         self.plan = new_plan(max_positions, self.words)
 
     def close(self) -> None:
         """Give both memories back."""
+        del self.words, self.device_words, self.plan
         self._host.close()
         self._device.close()
 
@@ -105,15 +116,22 @@ class PinnedBlocks:
         self._free: list[Arena] = []
         self._mutex = threading.Lock()
 
-    def take(self, num_bytes: int) -> Arena:
-        """A block of at least that size."""
+    def acquire(self, num_bytes: int) -> Arena:
+        """A block of at least that size: the smallest, or a new one in the largest one's place.
+
+        So there are never more blocks than there were uses at once.
+        """
         with self._mutex:
+            self._free.sort(key=lambda arena: arena.max_bytes)
             for index, arena in enumerate(self._free):
                 if arena.max_bytes >= num_bytes:
                     return self._free.pop(index)
+            too_small = self._free.pop() if self._free else None
+        if too_small is not None:
+            too_small.close()
         return self._device.reserve_staging("outputs", _block_bytes(num_bytes))
 
-    def give_back(self, arena: Arena) -> None:
+    def release(self, arena: Arena) -> None:
         """End the use of a block."""
         with self._mutex:
             self._free.append(arena)
@@ -183,8 +201,12 @@ def _grown(
     if name not in blocks or blocks[name].max_bytes < num_bytes:
         if name in blocks:
             blocks.pop(name).close()
-        arena = reserve("inputs", _block_bytes(num_bytes))
-        arena.commit(0, arena.max_bytes)
+        try:
+            arena = reserve("inputs", _block_bytes(num_bytes))
+            arena.commit(0, arena.max_bytes)
+        except OutOfMemoryError:  # what is asked for may fit all the same
+            arena = reserve("inputs", num_bytes)
+            arena.commit(0, num_bytes)
         blocks[name] = arena
     return blocks[name]
 

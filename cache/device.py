@@ -13,17 +13,13 @@ from numpy.typing import NDArray
 from cache import cpu_kernels
 from cache.arena import Arena, CpuArena
 from cache.budget import Budget
-from cache.errors import CacheError
+from cache.errors import DeviceError as DeviceError
 from cache.plan import Plan, closed_plan, new_plan
 from cache.row_format import RowFormat
 
 log = logging.getLogger(__name__)
 
 DEFAULT_CPU_BYTES = 1 << 30
-
-
-class DeviceError(CacheError):
-    """The device that was asked for cannot be used; the text says what to do."""
 
 
 class SlabMemory(NamedTuple):
@@ -69,7 +65,7 @@ class Event(Protocol):
     """A point in a stream's work."""
 
     def wait(self) -> None:
-        """Block until all work before it is done."""
+        """Block until all work before it is done. Raises `DeviceError`."""
 
 
 class Stream(Protocol):
@@ -101,7 +97,8 @@ class Buffers(Protocol):
         """The parts joined along their first axis, where the model reads them.
 
         A copy to the device is enqueued, not awaited; the parts may change after the call. Arrays
-        of objects stay on the host. On the host, one part is returned as it is.
+        of objects stay on the host. On the host, one part is returned as it is. On a GPU bfloat16
+        becomes its bits in uint16. Raises `OutOfMemoryError`.
         """
 
     def copied(self) -> Event:
@@ -112,7 +109,10 @@ class Buffers(Protocol):
 
 
 class Device(Protocol):
-    """The near shelf: memory that models read, a host memory it can reach, and the kernels."""
+    """The near shelf: memory that models read, a host memory it can reach, and the kernels.
+
+    Callable from any thread. Once `fault` is set, every call raises `DeviceError`.
+    """
 
     name: str
     max_bytes: int  # the budget and the reserve
@@ -131,7 +131,10 @@ class Device(Protocol):
         """Reserve host memory that the device reads in place; charged to `host_budget`."""
 
     def to_device(self, array: NDArray[Any]) -> Any:
-        """Copy a small array to the device; blocks."""
+        """Copy a small array to the device; blocks.
+
+        Any dtype but bfloat16; valid as long as it is referenced. Raises `OutOfMemoryError`.
+        """
 
     def new_stream(self) -> Stream:
         """A stream; one slab has one."""
@@ -154,7 +157,8 @@ class Device(Protocol):
         """Enqueue the plan in `buffer`: reads to `outputs`, spills, fills and all its moves.
 
         The caller holds the slab's mutex, so that plans are enqueued in the order in which they
-        were admitted. The buffer stays as it is until an event recorded after this call is done.
+        were admitted. Of the buffer's plan, `num_reads` and `num_fills` are in use. The buffer and
+        the memory of the outputs stay as they are until an event recorded after this call is done.
         """
 
     def close(self) -> None:

@@ -9,6 +9,10 @@ class OutOfMemoryError(CacheError):
     """A budget or the machine has no room for what was asked."""
 
 
+class DeviceError(CacheError):
+    """A device cannot be used, or has failed; the text says what to do."""
+
+
 class TableError(CacheError):
     """A table's folder, `table.yaml` or row file is not as it must be."""
 

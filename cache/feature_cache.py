@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from cache.device import Device, Event, Output
-from cache.errors import AbsentKeyError, CacheError, UnknownTableError
+from cache.errors import AbsentKeyError, CacheError, OutOfMemoryError, UnknownTableError
 from cache.layout import SlabLayout, plan_layouts
 from cache.plan import TIER_ABSENT, TIER_DEVICE, TIER_HOST, TIER_SOURCE
 from cache.row_cache import RowCache, SlabFrame
@@ -105,9 +105,10 @@ class FeatureCacheStats:
 class Frame:
     """What one batch holds until its model has run: the plans, leases and events of its lookups."""
 
-    def __init__(self, cache: FeatureCache) -> None:
+    def __init__(self, cache: FeatureCache, slabs: Sequence[RowCache]) -> None:
         self._cache = cache
-        self._slab_frames: dict[int, SlabFrame] = {}
+        # All memory from the start, so that a request cannot be the one for which there is none.
+        self.slab_frames = [slab.new_frame() for slab in slabs]
 
     def lookup(self, lookups: Sequence[Lookup]) -> list[LookupResult]:
         """Look up all keys of a batch and enqueue the writing of the rows to the lookups' `out`.
@@ -119,21 +120,15 @@ class Frame:
         """
         return self._cache._lookup(lookups, self)
 
-    def slab_frame(self, number: int, slab: RowCache) -> SlabFrame:
-        """The frame's part for one slab."""
-        if number not in self._slab_frames:
-            self._slab_frames[number] = slab.new_frame()
-        return self._slab_frames[number]
-
     def events(self) -> list[Event]:
         """When all are done, the rows of the frame's lookups are there."""
-        events = [slab_frame.event for slab_frame in self._slab_frames.values()]
+        events = [slab_frame.event for slab_frame in self.slab_frames]
         return [event for event in events if event is not None]
 
     def finish(self, slabs: Sequence[RowCache]) -> None:
         """Wait for the device and end all leases."""
-        for number, slab_frame in self._slab_frames.items():
-            slabs[number].finish(slab_frame)
+        for slab, slab_frame in zip(slabs, self.slab_frames, strict=True):
+            slab.finish(slab_frame)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +152,7 @@ class FeatureCache:
         }
         tables = {table.name: table for slab in slabs for table in slab.tables}
         self.tables: Mapping[str, Table] = MappingProxyType(dict(sorted(tables.items())))
-        self._free_frames = [Frame(self) for _ in range(num_frames)]
+        self._free_frames = [Frame(self, slabs) for _ in range(num_frames)]
         self._has_free_frame = threading.Condition()
 
     @classmethod
@@ -194,7 +189,12 @@ class FeatureCache:
             for tables, layout in zip(groups.values(), layouts, strict=True)
         ]
         _load_host_tiers([slab for slab in slabs if slab.layout.is_inclusive], show_progress)
-        return cls(slabs, num_frames)
+        try:
+            return cls(slabs, num_frames)
+        except OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"{error}; lower --table-memory, --max-lookup-keys or --pipeline-depth"
+            ) from error
 
     def __repr__(self) -> str:
         return f"<FeatureCache {len(self.tables)} tables {self._slabs!r}>"
@@ -244,7 +244,7 @@ class FeatureCache:
         tiers = [np.zeros(len(lookup.keys), dtype=np.uint8) for lookup in lookups]
         for number, parts in slab_to_parts.items():
             slab = self._slabs[number]
-            slab_frame = frame.slab_frame(number, slab)
+            slab_frame = frame.slab_frames[number]
             for round_parts in _rounds(parts, slab.layout.max_positions):
                 slab.finish(slab_frame)
                 self._lookup_parts(slab, slab_frame, round_parts, lookups, tiers)

@@ -6,8 +6,9 @@ BLOCK_THREADS = 256
 _WARP_THREADS = 32
 _THREAD_BYTES = 16  # of a slot, that one thread takes at a time
 _UNITS_IN_FLIGHT = 4  # of one group of threads, where a group takes several
-# About what a large GPU runs at once. Up to here more threads cost no time, so each output row gets
-# its own; beyond, a thread with several loads on their way hides more of the memory's latency.
+# About what a large GPU runs at once. Up to here each output row gets threads of its own; beyond, a
+# thread has several loads on their way, to hide more of the memory's latency. Chosen by arithmetic,
+# not measured.
 MAX_RESIDENT_THREADS = 1 << 17
 
 

@@ -12,7 +12,7 @@ TIER_DEVICE = 0
 TIER_HOST = 1
 TIER_SOURCE = 2  # only as an origin: a row from the source is read from its host slot
 TIER_ABSENT = 3  # the default row of the position's table
-TIER_FILLED = 4  # in a plan: the row of a fill, which the read does by the way
+TIER_FILLED = 4  # only in a plan: the row of a fill, which this read performs
 
 # An entry of `Plan.reads` is slot << TIER_BITS | tier: one load says where a row is.
 TIER_BITS = 3

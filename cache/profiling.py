@@ -34,7 +34,7 @@ def load_nvtx() -> Any:
     except ImportError as error:
         raise DeviceError(
             f"nvtx: CuPy cannot be imported ({error}); install it with: "
-            "pip install -e '.[gpu]' in Hotshelf's folder, or leave nvtx off"
+            "pip install -c constraints.txt cupy-cuda13x, or leave nvtx off"
         ) from error
 
 

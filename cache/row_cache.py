@@ -177,6 +177,8 @@ class RowCache:
         except BaseException as error:
             # The index now finds rows whose bytes were never written, so nobody may look again.
             self._fault = error
+            if self._device.fault is None:
+                self._device.fault = f"a plan could not be executed ({error}); restart the server"
             raise
 
     def _bring_to_host(self, frame: SlabFrame, num_positions: int) -> bool:

@@ -7,6 +7,7 @@ test in a process of its own, and stops the server.
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
 import sys
 import textwrap
@@ -51,6 +52,8 @@ from loadtests.results import (
 )
 from loadtests.samples import write_columns
 from loadtests.workloads import MODEL, WorkloadError, make_workload
+
+_PACKAGES = ("locust", "matplotlib")  # of the extra `load`; without pyarrow it writes CSV
 
 
 class SweepError(Exception):
@@ -123,6 +126,12 @@ class Sweep:
             raise SweepError("--rates needs one size: give --points one number")
         if args.rates and args.rate:
             raise SweepError("give --rate or --rates, not both")
+        missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+        if missing:
+            raise SweepError(
+                f"not installed: {', '.join(missing)}; in Hotshelf's folder: "
+                "pip install -c constraints.txt -e '.[load]'"
+            )
         self._trace = _read_trace(args)
         self._rates: list[float] = args.rates or ([args.rate] if args.rate else [])
         self.out: Path = args.out / time.strftime("%Y-%m-%d_%H-%M-%S")

@@ -43,7 +43,7 @@ class Layout(Protocol):
         """The model's `model.yaml`, if it has one; raises `ModelNotFoundError`."""
         ...
 
-    def model_file(self, name: str, version: str, file_name: str = MODEL_FILE) -> ModelFile:
+    def model_file(self, name: str, version: str, file_name: str) -> ModelFile:
         """The model file of a version; raises `ModelNotFoundError` or `ModelLoadError`.
 
         `file_name` is what it is called where the folders, not the file, tell which model it is.
@@ -118,7 +118,7 @@ class FolderLayout:
         path = folder / CONFIG_FILE
         return self._inside(path) if os.path.lexists(path) else None
 
-    def model_file(self, name: str, version: str, file_name: str = MODEL_FILE) -> ModelFile:
+    def model_file(self, name: str, version: str, file_name: str) -> ModelFile:
         """See `Layout.model_file`."""
         if version not in self.versions(name):
             raise ModelNotFoundError(f"model {name!r} has no version {version!r}")
@@ -190,7 +190,7 @@ class SingleFileLayout:
         self._check(name)
         return None
 
-    def model_file(self, name: str, version: str, file_name: str = MODEL_FILE) -> ModelFile:
+    def model_file(self, name: str, version: str, file_name: str) -> ModelFile:
         """See `Layout.model_file`."""
         if version not in self.versions(name):
             raise ModelNotFoundError(f"model {name!r} has no version {version!r}")

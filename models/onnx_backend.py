@@ -10,9 +10,10 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
+from cache.cuda import CudaDevice
 from cache.device import Device, Event
 from models.errors import BackendError, ModelLoadError
-from models.onnx_cuda import SESSION_CONFIG, GpuRuns, is_gpu, share_arena
+from models.onnx_cuda import SESSION_CONFIG, GpuRuns, share_arena
 from models.onnx_providers import (
     Provider,
     check_strings,
@@ -54,9 +55,11 @@ class OnnxBackend:
         """
         label = label if label is not None else path.name
         chosen = choose_providers(providers, device, runtime.get_available_providers())
-        self.takes_device_arrays = any(provider.is_of_gpu for provider in chosen)
-        if self.takes_device_arrays and is_gpu(device):
-            share_arena(runtime, device, label)
+        is_of_gpu = any(provider.is_of_gpu for provider in chosen)
+        gpu = device if is_of_gpu and isinstance(device, CudaDevice) else None
+        self.takes_device_arrays = gpu is not None
+        if gpu is not None:
+            share_arena(runtime, gpu, label)
 
         def new_session(config: Mapping[str, str]) -> Any:
             return _new_session(runtime, path, label, num_threads, chosen, config)
@@ -74,8 +77,8 @@ class OnnxBackend:
         if datatypes >= {"BYTES", "BF16"}:
             raise ModelLoadError(f"{label}: ONNX Runtime cannot serve BYTES and BF16 in one model")
         self._gpu_runs: GpuRuns | None = None
-        if self.takes_device_arrays and is_gpu(device):
-            self._gpu_runs = GpuRuns(self._session, device, self.inputs, self.outputs)
+        if gpu is not None:
+            self._gpu_runs = GpuRuns(self._session, gpu, self.inputs, self.outputs)
 
     def __repr__(self) -> str:
         return f"<OnnxBackend {len(self.inputs)} inputs, {len(self.outputs)} outputs>"
@@ -116,7 +119,7 @@ class OnnxBackend:
             for name in names:
                 self._bind_output(binding, name, inputs, results)
             session.run_with_iobinding(binding)
-        except Exception as error:
+        except Exception as error:  # ONNX Runtime's errors have no common base
             raise BackendError(reason(error)) from error
         if len(results) < len(names):
             for name, value in zip(names, binding.get_outputs(), strict=True):
@@ -164,7 +167,7 @@ def _new_session(
             providers=[(provider.name, provider.options) for provider in providers],
             enable_fallback=0,  # else a provider that cannot start is left out with a print
         )
-    except Exception as error:
+    except Exception as error:  # ONNX Runtime's errors have no common base
         text = reason(error).replace(str(path), label).replace(f"{path.parent}/", "")
         raise ModelLoadError(f"{label}: {text}") from error
 
@@ -194,6 +197,6 @@ def _run_with_strings(
     feeds = {name: decoded(name, array) for name, array in inputs.items()}
     try:
         arrays = session.run(names, feeds)
-    except Exception as error:
+    except Exception as error:  # ONNX Runtime's errors have no common base
         raise BackendError(reason(error)) from error
     return {name: encoded(array) for name, array in zip(names, arrays, strict=True)}

@@ -6,14 +6,14 @@ import contextlib
 import io
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.budget import Budget
-from cache.device import Device, DeviceError, Event, Stream
+from cache.cuda import CudaDevice
+from cache.device import DeviceError, Event
 from models.errors import BackendError, ModelLoadError
 from models.onnx_tensors import BFLOAT16, ONNX_BFLOAT16, copy_of, ort_value, reason
 from models.tensor_spec import TensorSpec
@@ -37,38 +37,7 @@ _runtime_to_arenas: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
 _arenas_mutex = threading.Lock()
 
 
-class ComputeStream(Stream, Protocol):
-    """The stream of all models."""
-
-    @property
-    def pointer(self) -> int:
-        """The `cudaStream_t`."""
-        ...
-
-
-class Gpu(Protocol):
-    """What ONNX Runtime needs of a `CudaDevice`."""
-
-    name: str
-    index: int
-    budget: Budget
-
-    @property
-    def compute(self) -> ComputeStream:
-        """The stream of all models."""
-        ...
-
-    def read_back(self, sources: Sequence[_Source]) -> list[NDArray[Any]]:
-        """Copy device memory to new host arrays after the work in `compute` so far; blocks."""
-        ...
-
-
-def is_gpu(device: Device | None) -> TypeGuard[Gpu]:
-    """Whether the device is a GPU of CUDA."""
-    return device is not None and device.name.startswith("cuda:")
-
-
-def provider_options(name: str, gpu: Gpu) -> dict[str, str]:
+def provider_options(name: str, gpu: CudaDevice) -> dict[str, str]:
     """The options that a GPU's provider gets from us; those of `model.yaml` go on top."""
     options = {"device_id": str(gpu.index), "user_compute_stream": str(gpu.compute.pointer)}
     if name != CUDA:
@@ -102,7 +71,7 @@ FIXED_OPTIONS = frozenset(
 )
 
 
-def share_arena(runtime: Any, gpu: Gpu, label: str) -> None:
+def share_arena(runtime: Any, gpu: CudaDevice, label: str) -> None:
     """Give ONNX Runtime one arena on the GPU for all sessions, once a process.
 
     It takes what is free of the budget when the first model is opened. Raises `ModelLoadError`,
@@ -131,7 +100,7 @@ def share_arena(runtime: Any, gpu: Gpu, label: str) -> None:
             with contextlib.redirect_stdout(output):
                 runtime.preload_dlls()
             runtime.create_and_register_allocator_v2(CUDA, memory, {}, config)
-        except Exception as error:
+        except Exception as error:  # ONNX Runtime's errors have no common base
             lines = [*output.getvalue().splitlines()[:1], reason(error)]
             raise ModelLoadError(f"{label}: {not_loaded('cuda')} ({lines[0]})") from error
         indices.add(gpu.index)
@@ -151,11 +120,15 @@ def not_loaded(name: str) -> str:
 class GpuRuns:
     """Runs of one session whose inputs and outputs are in VRAM.
 
-    ONNX Runtime allocates the outputs; they are copied to the host by `Gpu.read_back`.
+    ONNX Runtime allocates the outputs; they are copied to the host by `CudaDevice.read_back`.
     """
 
     def __init__(
-        self, session: Any, gpu: Gpu, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+        self,
+        session: Any,
+        gpu: CudaDevice,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
     ) -> None:
         self._session = session
         self._gpu = gpu
@@ -193,7 +166,7 @@ class GpuRuns:
         return {name: arrays[name] for name in names}
 
     def _computed(self, inputs: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-        """Run the session; returns OrtValues.
+        """Run the session; returns OrtValues. What follows is of ONNX Runtime 1.31.
 
         The run option `disable_synchronize_execution_providers` is left off: a run returns when the
         compute stream is done with it (`OnRunEnd` of cuda_execution_provider.cc synchronises the
@@ -231,7 +204,7 @@ class GpuRuns:
             # wait, kernels and copies are in this order in the stream whatever lies between them.
             with self._mutex:
                 self._session.run_with_iobinding(binding)
-        except Exception as error:
+        except Exception as error:  # ONNX Runtime's errors have no common base
             # What was enqueued before it failed still reads the inputs.
             self._gpu.compute.record().wait()
             raise BackendError(reason(error)) from error

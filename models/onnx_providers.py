@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cache.cuda import CudaDevice
 from cache.device import Device
 from models.errors import ModelConfigError, ModelLoadError
-from models.onnx_cuda import CUDA, FIXED_OPTIONS, TENSORRT, is_gpu, not_loaded, provider_options
+from models.onnx_cuda import CUDA, FIXED_OPTIONS, TENSORRT, not_loaded, provider_options
 from models.spec import ProviderEntry
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ def choose_providers(
     `available` are the names of what is installed. Raises `ModelConfigError`.
     """
     if entries is None:
-        entries = ["cuda" if is_gpu(device) else "cpu"]
+        entries = ["cuda" if isinstance(device, CudaDevice) else "cpu"]
     providers = tuple(_provider(entry, device, available) for entry in entries)
     names = [provider.name for provider in providers]
     for provider in providers:
@@ -67,7 +68,7 @@ def _provider(entry: ProviderEntry, device: Device | None, available: Sequence[s
     for key, value in options.items():
         provider.options[key] = str(int(value)) if isinstance(value, bool) else str(value)
     if provider.is_of_gpu:
-        if not is_gpu(device):
+        if not isinstance(device, CudaDevice):
             raise ModelConfigError(
                 f"providers: {given!r} needs a GPU, but the device is the cpu; "
                 "start with --device cuda:0, or leave 'providers' out"
@@ -88,8 +89,8 @@ def _not_installed(given: str, provider: Provider, available: Sequence[str]) -> 
     installed = ", ".join(NAME_TO_SHORT.get(name, name) for name in available)
     if provider.is_of_gpu:
         fix = (
-            "pip uninstall onnxruntime, then pip install -e '.[gpu]' "
-            "(the extras cpu and gpu exclude each other)"
+            "pip uninstall onnxruntime, then pip install -c constraints.txt -c constraints-gpu.txt "
+            "-e '.[gpu]' (the extras cpu and gpu exclude each other)"
         )
         return f"providers: {given!r} is not installed, only {installed}; {fix}"
     return f"providers: unknown provider {given!r}; installed are {installed}"

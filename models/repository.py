@@ -8,14 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import onnxruntime
-
 from cache.config import ConfigError, load_yaml
 from cache.errors import OutOfMemoryError
 from models.backend import Backend
 from models.errors import ModelConfigError, ModelLoadError
 from models.layout import MODEL_FILE, FolderLayout, Layout, ModelFile, SingleFileLayout
-from models.onnx_backend import OnnxBackend
 from models.onnx_files import model_files
 from models.spec import FeatureInput, ModelConfig, VersionPolicy, resolve
 from models.tensor_spec import TensorSpec
@@ -98,12 +95,12 @@ class ModelRepository:
         device: Device,
         layout: Layout | None = None,
         trust_model_code: bool = False,
-        onnx_runtime: Any = onnxruntime,
+        onnx_runtime: Any = None,
     ) -> None:
         """`tables` are those that feature inputs may name; weights are charged to the device.
 
         Models run on the device. `trust_model_code` lets models of the backend torch run the code
-        that `model.yaml` names; `onnx_runtime` is the package `onnxruntime`.
+        that `model.yaml` names; `onnx_runtime` stands for the package `onnxruntime`.
         """
         self._root = root
         self._tables = tables
@@ -200,7 +197,7 @@ class ModelRepository:
             except ImportError as error:
                 raise ModelLoadError(
                     f"{file.label}: the torch backend needs the package {error.name}; "
-                    "pip install -e '.[torch]'"
+                    "pip install -c constraints.txt -e '.[torch]'"
                 ) from error
             assert config.factory is not None, "checked by ModelConfig"
             return TorchBackend(
@@ -212,6 +209,15 @@ class ModelRepository:
                 device=self._device,
                 trust_model_code=self._trust_model_code,
             )
+        try:
+            import onnxruntime
+
+            from models.onnx_backend import OnnxBackend  # one of two packages, or none
+        except ImportError as error:
+            raise ModelLoadError(
+                f"{file.label}: the onnxruntime backend needs the package {error.name}; "
+                "pip install -c constraints.txt -e '.[cpu]', or see docs/gpu.md"
+            ) from error
         return OnnxBackend(
             file.path,
             label=file.label,
@@ -219,7 +225,7 @@ class ModelRepository:
             device=self._device,
             providers=config.providers,
             cpu_fallback=config.cpu_fallback,
-            runtime=self._onnx_runtime,
+            runtime=self._onnx_runtime or onnxruntime,
         )
 
     def _charge(

@@ -7,7 +7,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 
-from server.settings import NAME_TO_OPTION, YES, SettingsError, read_settings
+from server.settings import ENVIRONMENT_PREFIX, NAME_TO_OPTION, YES, SettingsError, read_settings
 
 WRONG_SETTING = 2
 CANNOT_START = 1
@@ -73,7 +73,8 @@ def _add_doctor(parser: ArgumentParser) -> None:
     parser.description = "Says what was found of what Hotshelf can use, and what to do."
     option = NAME_TO_OPTION["device"]
     parser.add_argument(
-        "--device", metavar="VALUE", default=option.default_text,
+        "--device", metavar="VALUE",
+        default=os.environ.get(f"{ENVIRONMENT_PREFIX}DEVICE", option.default_text),
         help=f"the device that must be usable ({option.allowed}; default auto: any)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -87,11 +88,11 @@ def _doctor(options: Namespace) -> int:
         allowed = NAME_TO_OPTION["device"].allowed
         return _fail(f"device: expected {allowed}, got {options.device!r}", WRONG_SETTING)
     try:
-        from server.doctor import Machine, examine
+        from server.doctor import Probes, examine
     except ImportError as error:
         fix = "in its folder: pip install -e '.[cpu]', or '.[gpu]'"
         return _fail(f"{error}; Hotshelf is not installed as a whole; {fix}", CANNOT_START)
-    report = examine(options.device, Machine())
+    report = examine(options.device, Probes())
     print(report.as_json() if options.json else report.text())
     return 0 if report.can_serve else CANNOT_START
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import logging
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from server.findings import Finding, Report, Verdict
 from server.host_checks import HostFacts, host_memory, huge_pages, memlock_text, numa
 from server.settings import NAME_TO_OPTION, format_size, parse_size
 
+logger = logging.getLogger(__name__)
+
 CUDA_MAJOR = 13  # of the packages of the extra `gpu`
 MIN_DRIVER = "580"  # the first driver release for it
 MIN_COMPUTE_CAPABILITY = (7, 5)  # the oldest GPUs that its compiler knows
@@ -26,7 +29,10 @@ _CUPY_PACKAGES = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
 _CUDA_PROVIDER = "CUDAExecutionProvider"
 _TRIED_BYTES = 64 << 20
 _PINNED_BYTES = 1 << 20
-_INSTALL = "in Hotshelf's folder: pip install -e '.[gpu]'"
+_INSTALL = (
+    "in Hotshelf's folder: pip uninstall onnxruntime; "
+    "pip install -c constraints.txt -c constraints-gpu.txt -e '.[gpu]'"
+)
 _MAX_ERROR_CHARACTERS = 160
 
 
@@ -38,8 +44,8 @@ def _package_version(name: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """What the doctor looks at."""
+class Probes:
+    """How the doctor looks at a machine."""
 
     host: HostFacts = field(default_factory=HostFacts)
     probe: Callable[[], CudaReport] = probe
@@ -51,10 +57,10 @@ class Machine:
 class Doctor:
     """Looks at a machine for one device: `cpu`, `cuda:N`, or `auto` for what is there."""
 
-    def __init__(self, device: str, machine: Machine) -> None:
+    def __init__(self, device: str, probes: Probes) -> None:
         self._device = device
-        self._machine = machine
-        self._cuda = _probed(machine)
+        self._probes = probes
+        self._cuda = probes.probe()
         # What a GPU needs is no fault of a machine that has none and was not asked for one.
         has_driver = self._driver_release() is not None or self._cuda.driver_version is not None
         wants_gpu = device.startswith("cuda:") or (device == "auto" and has_driver)
@@ -100,7 +106,7 @@ class Doctor:
 
     def _driver_release(self) -> str | None:
         """As `/proc/driver/nvidia` has it: 580.65.06."""
-        first = self._machine.host.read("proc/driver/nvidia/version").partition("\n")[0]
+        first = self._probes.host.read("proc/driver/nvidia/version").partition("\n")[0]
         words = (word for word in first.split() if word.replace(".", "").isdigit() and "." in word)
         return next(words, None) if first else None
 
@@ -150,7 +156,7 @@ class Doctor:
     def _nvml(self) -> Iterator[Finding]:
         lost = "without it /metrics has no figures of the GPU"
         try:
-            nvml = self._machine.load("pynvml")
+            nvml = self._probes.load("pynvml")
         except ImportError:
             fix = f"{lost}: pip install nvidia-ml-py"
             yield Finding("nvml", "nvidia-ml-py is not installed", Verdict.NOTE, fix)
@@ -163,7 +169,7 @@ class Doctor:
             yield Finding("nvml", f"not available: {error}", Verdict.NOTE, fix)
 
     def _cupy(self) -> Iterator[Finding]:
-        installed = [name for name in _CUPY_PACKAGES if self._machine.package_version(name)]
+        installed = [name for name in _CUPY_PACKAGES if self._probes.package_version(name)]
         if len(installed) > 1:
             fix = f"they share files: pip uninstall {' '.join(installed)}, then {_INSTALL}"
             yield Finding("cupy packages", ", ".join(installed), self._gpu_fault, fix)
@@ -187,12 +193,12 @@ class Doctor:
         if self._cuda.cupy_version is None:
             return
         try:
-            compiler = self._machine.load("cupy").cuda.nvrtc.getVersion()
-        except Exception as error:
+            compiler = self._probes.load("cupy").cuda.nvrtc.getVersion()
+        except Exception as error:  # a broken package fails in ways of its own
             value = f"CUDA's compiler NVRTC cannot be loaded ({_line(error)})"
             yield Finding("compiler", value, self._gpu_fault, _INSTALL)
             return
-        headers = self._machine.load("cuda.pathfinder").find_nvidia_header_directory("cudart")
+        headers = self._probes.load("cuda.pathfinder").find_nvidia_header_directory("cudart")
         value = f"NVRTC {'.'.join(map(str, compiler))}"
         if headers is None:
             value += ", CUDA's headers are not found"
@@ -202,16 +208,16 @@ class Doctor:
 
     def _gpu(self) -> Iterator[Finding]:
         """Opens the GPU as the server does, and pins some memory."""
-        not_tried = Finding("pinned memory", f"not tried; {memlock_text(self._machine.host)}")
+        not_tried = Finding("pinned memory", f"not tried; {memlock_text(self._probes.host)}")
         if self._gpu_info is None or self._device == "cpu":
             yield not_tried
             return
         name = f"cuda:{self._index} opens"
         try:
-            device = self._machine.open_device(
+            device = self._probes.open_device(
                 f"cuda:{self._index}", max_bytes=_TRIED_BYTES, max_host_bytes=_TRIED_BYTES
             )
-        except Exception as error:
+        except Exception as error:  # a broken driver fails in ways of its own
             fix = "mend what is said above; if all of that is ok, this line is the fault"
             yield Finding(name, f"no: {_line(error)}", self._gpu_fault, fix)
             yield not_tried
@@ -221,7 +227,7 @@ class Doctor:
             yield self._pinning(device)
 
     def _pinning(self, device: Device) -> Finding:
-        limit = memlock_text(self._machine.host)
+        limit = memlock_text(self._probes.host)
         try:
             with contextlib.closing(device.reserve_host("doctor", _PINNED_BYTES)) as arena:
                 arena.commit(0, _PINNED_BYTES)
@@ -234,7 +240,7 @@ class Doctor:
     def _onnxruntime(self) -> Iterator[Finding]:
         both = ("onnxruntime", "onnxruntime-gpu")
         installed = [
-            f"{name} {found}" for name in both if (found := self._machine.package_version(name))
+            f"{name} {found}" for name in both if (found := self._probes.package_version(name))
         ]
         if len(installed) > 1:
             yield Finding(
@@ -243,8 +249,8 @@ class Doctor:
                 "onnxruntime-gpu, then install one of them",
             )  # fmt: skip
         try:
-            onnxruntime = self._machine.load("onnxruntime")
-        except Exception as error:
+            onnxruntime = self._probes.load("onnxruntime")
+        except Exception as error:  # a broken package fails in ways of its own
             fix = f"models of ONNX cannot run: pip install onnxruntime, or for a GPU {_INSTALL}"
             verdict = Verdict.PROBLEM if installed else Verdict.NOTE
             yield Finding("onnxruntime", f"cannot be imported ({_line(error)})", verdict, fix)
@@ -252,11 +258,13 @@ class Doctor:
         self._backends["cpu"].add("onnx")
         providers = onnxruntime.get_available_providers()
         value = f"{', '.join(installed) or onnxruntime.__version__}: {', '.join(providers)}"
-        if self._gpu_info is None or self._device == "cpu":
+        if self._device == "cpu" or (self._gpu_info is None and self._device == "auto"):
             yield Finding("onnxruntime", value)
         elif _CUDA_PROVIDER not in providers:
-            fix = f"ONNX models stay on the CPU: pip uninstall onnxruntime, then {_INSTALL}"
+            fix = f"ONNX models stay on the CPU: {_INSTALL}"
             yield Finding("onnxruntime", value, self._gpu_fault, fix)
+        elif self._gpu_info is None:
+            yield Finding("onnxruntime", value)
         elif not self._runs_on_gpu(onnxruntime):
             value += "; the CUDA provider does not start"
             fix = f"it needs the libraries of CUDA {CUDA_MAJOR} and cuDNN 9; {_INSTALL}"
@@ -267,7 +275,7 @@ class Doctor:
 
     def _runs_on_gpu(self, onnxruntime: Any) -> bool:
         """Whether a model of one node gets the provider, which is left out where it cannot load."""
-        onnx = self._machine.load("onnx")
+        onnx = self._probes.load("onnx")
         make, kind = onnx.helper, onnx.TensorProto.FLOAT
         graph = make.make_graph(
             [make.make_node("Add", ["x", "x"], ["y"])],
@@ -286,13 +294,13 @@ class Doctor:
         return _CUDA_PROVIDER in session.get_providers()
 
     def _torch(self) -> Iterator[Finding]:
-        if self._machine.package_version("torch") is None:
+        if self._probes.package_version("torch") is None:
             yield Finding("torch", "not installed; only models of torch need it")
             return
         try:
-            torch = self._machine.load("torch")
+            torch = self._probes.load("torch")
             has_gpu = bool(torch.cuda.is_available())
-        except Exception as error:
+        except Exception as error:  # a broken package fails in ways of its own
             fix = "models of torch cannot run: pip install torch"
             yield Finding("torch", f"cannot be imported ({_line(error)})", Verdict.NOTE, fix)
             return
@@ -317,37 +325,27 @@ class Doctor:
 
     def _host_memory(self) -> Iterator[Finding]:
         needed_bytes = parse_size(NAME_TO_OPTION["host_memory"].default_text)
-        yield _noted("host memory", *host_memory(self._machine.host, needed_bytes))
+        yield host_memory(self._probes.host, needed_bytes)
 
     def _huge_pages(self) -> Iterator[Finding]:
-        yield _noted("huge pages", *huge_pages(self._machine.host))
+        yield huge_pages(self._probes.host)
 
     def _numa(self) -> Iterator[Finding]:
         bus_id = None if self._gpu_info is None else self._gpu_info.pci_bus_id
-        yield _noted("numa", *numa(self._machine.host, bus_id))
+        yield numa(self._probes.host, bus_id)
 
 
-def examine(device: str, machine: Machine) -> Report:
+def examine(device: str, probes: Probes) -> Report:
     """Looks for what the device (`cpu`, `cuda:N` or `auto`) needs; never raises."""
-    return Doctor(device, machine).examine()
-
-
-def _probed(machine: Machine) -> CudaReport:
-    try:
-        return machine.probe()
-    except Exception as error:
-        return CudaReport(None, None, None, (), f"CUDA cannot be looked at: {_line(error)}")
+    return Doctor(device, probes).examine()
 
 
 def _guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from check()
-    except Exception as error:
+    except Exception as error:  # one check's fault must not end the others
+        logger.warning("doctor: %s could not be looked at", name, exc_info=error)
         yield Finding(name, f"could not be looked at: {_line(error)}", Verdict.NOTE)
-
-
-def _noted(name: str, value: str, fix: str) -> Finding:
-    return Finding(name, value, Verdict.NOTE if fix else Verdict.OK, fix)
 
 
 def _dotted(cuda_version: int) -> str:

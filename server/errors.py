@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-import cache.device
 import cache.errors
 import models.errors
 
@@ -121,7 +120,7 @@ _FOREIGN_ERRORS: tuple[tuple[type[Exception], type[ServerError]], ...] = (
     (cache.errors.AbsentKeyError, InvalidRequestError),
     (cache.errors.SourceError, InferenceError),
     (cache.errors.OutOfMemoryError, UnavailableError),
-    (cache.device.DeviceError, DeviceFailedError),
+    (cache.errors.DeviceError, DeviceFailedError),
 )
 
 

@@ -1,4 +1,4 @@
-"""What `hotshelf doctor` says of the host: memory, huge pages, NUMA. Each check: value, fix."""
+"""What `hotshelf doctor` says of the host: memory, huge pages, NUMA."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from server.findings import Finding, Verdict
 from server.settings import format_size
 
 _NO_LIMIT = 1 << 60  # cgroups write numbers near 2^63 where there is no limit
@@ -39,14 +40,14 @@ def memlock_text(host: HostFacts) -> str:
     return f"ulimit -l is {'unlimited' if is_endless else format_size(limit)}"
 
 
-def host_memory(host: HostFacts, needed_bytes: int) -> tuple[str, str]:
+def host_memory(host: HostFacts, needed_bytes: int) -> Finding:
     """What is free of the memory of the machine, or of this process's cgroup."""
     sizes = dict(
         line.split(":", 1) for line in host.read("proc/meminfo").splitlines() if ":" in line
     )
     total, free = (_kib(sizes.get(name, "")) for name in ("MemTotal", "MemAvailable"))
     if total is None or free is None:
-        return "unknown: /proc/meminfo cannot be read", ""
+        return Finding("host memory", "unknown: /proc/meminfo cannot be read")
     value = f"{format_size(free)} of {format_size(total)} free"
     limits = _cgroup_limits(host)
     if limits:
@@ -54,50 +55,51 @@ def host_memory(host: HostFacts, needed_bytes: int) -> tuple[str, str]:
         free = min(free, *(max(0, limit - used) for limit, used in limits))
         value += f", cgroup limit {format_size(limit)}: {format_size(free)} are left"
     if free >= needed_bytes:
-        return value, ""
-    return value, (
-        f"the default of --host-memory is {format_size(needed_bytes)}: give a smaller one, or "
-        "free memory"
-    )
+        return Finding("host memory", value)
+    needed = format_size(needed_bytes)
+    fix = f"the default of --host-memory is {needed}: give a smaller one, or free memory"
+    return Finding("host memory", value, Verdict.NOTE, fix)
 
 
-def huge_pages(host: HostFacts) -> tuple[str, str]:
+def huge_pages(host: HostFacts) -> Finding:
     """The mode of transparent huge pages; the tiers ask for them."""
     modes = host.read("sys/kernel/mm/transparent_hugepage/enabled")
     if "[" not in modes:
-        return "unknown: the kernel does not say", ""
+        return Finding("huge pages", "unknown: the kernel does not say")
     mode = modes.partition("[")[2].partition("]")[0]
     if mode != "never":
-        return f"transparent, {mode}", ""
-    return "transparent, never", (
+        return Finding("huge pages", f"transparent, {mode}")
+    return Finding(
+        "huge pages", "transparent, never", Verdict.NOTE,
         "rows are found faster with them: "
-        "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
-    )
+        "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+    )  # fmt: skip
 
 
-def numa(host: HostFacts, pci_bus_id: str | None) -> tuple[str, str]:
+def numa(host: HostFacts, pci_bus_id: str | None) -> Finding:
     """The NUMA nodes, and whether this process runs at the one of its GPU."""
     node_to_cpus = {
         node: _numbers(host.read(f"sys/devices/system/node/node{node}/cpulist"))
         for node in sorted(_numbers(host.read("sys/devices/system/node/online")))
     }
     if not node_to_cpus:
-        return "unknown: the kernel does not say", ""
+        return Finding("numa", "unknown: the kernel does not say")
     allowed = host.affinity()
     nodes = [node for node, cpus in node_to_cpus.items() if cpus & allowed]
     value = f"{_count(len(node_to_cpus), 'node')}, {_count(len(allowed), 'CPU')} for this process"
     if pci_bus_id is None:
-        return value, ""
+        return Finding("numa", value)
     gpu_node = _gpu_node(host, pci_bus_id)
     if gpu_node is None or gpu_node not in node_to_cpus:
-        return f"{value}, the GPU's node is not known", ""
+        return Finding("numa", f"{value}, the GPU's node is not known")
     value += f", the GPU is at node {gpu_node}"
     if nodes == [gpu_node]:
-        return value, ""
-    return f"{value}, this process at {', '.join(map(str, nodes)) or 'none'}", (
+        return Finding("numa", value)
+    return Finding(
+        "numa", f"{value}, this process at {', '.join(map(str, nodes)) or 'none'}", Verdict.NOTE,
         "misses are read across the nodes; keep to one: "
-        f"numactl --cpunodebind={gpu_node} --membind={gpu_node} hotshelf serve ..."
-    )
+        f"numactl --cpunodebind={gpu_node} --membind={gpu_node} hotshelf serve ...",
+    )  # fmt: skip
 
 
 def _gpu_node(host: HostFacts, pci_bus_id: str) -> int | None:

@@ -32,7 +32,7 @@ class GpuFigures:
     power_limit_watts: float | None = None
 
 
-class NoFiguresError(Exception):
+class _NoFiguresError(Exception):
     """The GPU cannot be found in NVML; the text says why."""
 
 
@@ -85,7 +85,7 @@ class Nvml:
         figures = None
         try:
             figures = self._read()
-        except (ImportError, NoFiguresError) as error:
+        except (ImportError, _NoFiguresError) as error:
             self._report(str(error))
         except Exception as error:
             is_known = self._library is not None and isinstance(error, self._library.NVMLError)
@@ -130,7 +130,7 @@ class Nvml:
             try:
                 library.nvmlInit()
             except library.NVMLError as error:
-                raise NoFiguresError(f"NVML cannot be opened: {error}") from error
+                raise _NoFiguresError(f"NVML cannot be opened: {error}") from error
             self._library = library
         return self._library
 
@@ -147,7 +147,7 @@ class Nvml:
                 if error.value != nvml.NVML_ERROR_NOT_FOUND:
                     raise
         if len(instances) != 1:
-            raise NoFiguresError(
+            raise _NoFiguresError(
                 f"GPU {self._pci_bus_id} is divided into {len(instances)} MIG devices, and NVML "
                 "does not say which of them is in use"
             )

@@ -58,13 +58,14 @@ def new_device() -> CpuDevice:
 
 
 @contextmanager
-def opened_device(kind: str, seed: int | None = None) -> Iterator[Device]:
-    """A device of `DEVICES`, with 16 MiB of each memory; kernels check their plans.
+def opened_device(
+    kind: str, seed: int | None = None, *, max_bytes: int = 1 << 24, is_debug: bool = True
+) -> Iterator[Device]:
+    """A device of `DEVICES`, with `max_bytes` of each memory; with `is_debug` kernels check plans.
 
     The double works as late as it may, or out of phase with a `seed`. In the end nothing may have
     misused it. Skips the test where there is no GPU.
     """
-    max_bytes = 1 << 24
     if kind == "cpu":
         yield CpuDevice(Budget("device memory", max_bytes), Budget("host memory", max_bytes))
         return
@@ -72,13 +73,15 @@ def opened_device(kind: str, seed: int | None = None) -> Iterator[Device]:
     if machine is None and (problem := probe().problem):
         pytest.skip(problem)
     device = CudaDevice(
-        0, max_bytes=max_bytes, max_host_bytes=max_bytes, reserve_fraction=0.0, is_debug=True,
+        0, max_bytes=max_bytes, max_host_bytes=max_bytes, reserve_fraction=0.0, is_debug=is_debug,
         cupy=None if machine is None else cupy_of(machine),
     )  # fmt: skip
-    yield device
-    if machine is not None and device.fault is None:
-        machine.run_everything()
-    device.close()
+    try:
+        yield device
+        if machine is not None and device.fault is None:
+            machine.run_everything()
+    finally:
+        device.close()
     if machine is not None:
         machine.check()
 

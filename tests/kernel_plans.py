@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 from cache.budget import Budget
 from cache.device import CpuDevice, CpuPlanBuffer, Output, Pooling, SlabMemory
 from cache.kernel_launch import BLOCK_THREADS, grid_blocks
-from cache.plan import TIER_ABSENT, TIER_BITS, TIER_DEVICE, TIER_FILLED, TIER_HOST, TIER_MASK
+from cache.plan import (
+    TIER_ABSENT,
+    TIER_BITS,
+    TIER_DEVICE,
+    TIER_FILLED,
+    TIER_HOST,
+    TIER_MASK,
+    check_plan,
+    closed_plan,
+)
 from cache.row_format import RowFormat
 from tests.cuda_shim import Shim
 
@@ -365,6 +374,7 @@ def run_on_cpu(case: Case, slot_shift: int = 0) -> Result:
         outputs.append(Output(first, rows, spec.pooling, spec.offsets if is_pooled else None))
         first += spec.num_positions
     cpu = CpuDevice(Budget("device memory", 0), Budget("host memory", 0))
+    check_plan(closed_plan(buffer.plan, len(case.reads), len(case.fills)))
     cpu.execute(cpu.new_stream(), buffer, len(case.reads), len(case.fills), memory, outputs)
     return Result(device, host, *scales, tuple(buffers))
 

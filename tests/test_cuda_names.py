@@ -18,14 +18,17 @@ from typing import Any
 
 import pytest
 
-from tests.cuda_double.cupy_double import Nvtx, Runtime, cupy_of
+from tests.cuda_double.cupy_double import Nvtx, Runtime
 from tests.cuda_double.machine import Machine, MachineConfig
+from tests.gpu_check_double import MeasuringRuntime, measuring_cupy_of
 
 pytest.importorskip("cupy")
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = [
-    path for folder in ("cache", "models", "server") for path in (ROOT / folder).glob("*.py")
+    path
+    for folder in ("cache", "models", "server", "benchmarks/gpu")
+    for path in (ROOT / folder).glob("*.py")
 ]
 PACKAGES = ("cupy", "pynvml", "cuda.bindings")
 
@@ -193,6 +196,8 @@ class Walk(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
+        if (module := _imported(node)) is not None:
+            self._check(node, module)
         path = self._value(node.func)
         if path is None:
             return
@@ -239,9 +244,8 @@ class Walk(ast.NodeVisitor):
         return self._attributes.get(node.attr)
 
     def _value_of_call(self, node: ast.Call) -> str | None:
-        if isinstance(node.func, ast.Attribute) and node.func.attr == "import_module":
-            names = [a.value for a in node.args if isinstance(a, ast.Constant)]
-            return next((str(name) for name in names if name in PACKAGES), None)
+        if (module := _imported(node)) is not None:
+            return module
         path = self._value(node.func)
         if path is None:
             owner, _, name = ast.unparse(node.func).rpartition(".")
@@ -254,6 +258,14 @@ class Walk(ast.NodeVisitor):
             return f"{path}()" if inspect.isclass(thing(path)) else None
         except AttributeError:
             return None
+
+
+def _imported(call: ast.Call) -> str | None:
+    """The module of `PACKAGES` that a call of `importlib.import_module` names."""
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "import_module":
+        return None
+    names = [str(a.value) for a in call.args if isinstance(a, ast.Constant)]
+    return next((name for name in names if name.startswith(PACKAGES)), None)
 
 
 def _misfit(call: ast.Call, found: Signature) -> str | None:
@@ -274,16 +286,34 @@ def test_every_name_exists_and_every_call_fits(path: Path) -> None:
     assert Walk(path.read_text(encoding="utf-8")).faults == []
 
 
-def test_the_walk_sees_what_the_device_does() -> None:
-    seen = Walk((ROOT / "cache" / "cuda.py").read_text(encoding="utf-8")).seen
-    assert {
-        "cupy.RawModule.get_function",
-        "cupy.cuda.Event.synchronize",
-        "cupy.cuda.MemoryPool.malloc",
-        "cupy.cuda.Stream.wait_event",
-        "cupy.cuda.runtime.hostRegister",
-        "cupy.cuda.runtime.memcpyAsync",
-    } <= seen
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        (
+            "cache/cuda.py",
+            {
+                "cupy.RawModule.get_function",
+                "cupy.cuda.Event.synchronize",
+                "cupy.cuda.MemoryPool.malloc",
+                "cupy.cuda.Stream.wait_event",
+                "cupy.cuda.runtime.hostRegister",
+                "cupy.cuda.runtime.memcpyAsync",
+            },
+        ),
+        ("cache/profiling.py", {"cupy.cuda.nvtx"}),
+        (
+            "benchmarks/gpu/rows.py",
+            {
+                "cupy.cuda.malloc_managed",
+                "cupy.cuda.runtime.cudaDevAttrConcurrentManagedAccess",
+                "cupy.cuda.runtime.memcpyDeviceToDevice",
+            },
+        ),
+        ("benchmarks/gpu/timing.py", {"cupy.cuda.get_elapsed_time"}),
+    ],
+)
+def test_the_walk_sees_what_is_used(path: str, names: set[str]) -> None:
+    assert names <= Walk((ROOT / path).read_text(encoding="utf-8")).seen
 
 
 @pytest.mark.parametrize(
@@ -303,6 +333,7 @@ def test_the_walk_sees_what_the_device_does() -> None:
         ("cupy.RawModule(code='').get_function('f')((1,), (1,))", "required argument: 'args'"),
         ("pynvml.nvmlDeviceGetCount(1)", "too many positional arguments"),
         ("pynvml.nvmlDeviceGetCounts()", "pynvml.nvmlDeviceGetCounts does not exist"),
+        ("importlib.import_module('cupy.cuda.nvtxx')", "cupy.cuda.nvtxx does not exist"),
         ("from cuda.bindings import drivers", "cuda.bindings.drivers does not exist"),
         ("self.stream.ptr", None),
         ("self.stream.record(event)", None),
@@ -332,7 +363,7 @@ class Thing:
     assert fault is None or fault in faults[0]
 
 
-DOUBLE = cupy_of(Machine(MachineConfig()))
+DOUBLE = measuring_cupy_of(Machine(MachineConfig()))
 
 
 def names_of_the_double(value: Any = DOUBLE, path: str = "cupy") -> Iterator[tuple[str, Any]]:
@@ -380,12 +411,12 @@ def _shape(found: Signature) -> list[tuple[str, str, bool]]:
     ("constant", "path"),
     [
         (name, f"cupy.cuda.runtime.{name}")
-        for name in dir(Runtime)
-        if isinstance(getattr(Runtime, name), int)
+        for name in dir(MeasuringRuntime)
+        if isinstance(getattr(MeasuringRuntime, name), int)
     ],
 )
 def test_constants_are_those_of_cupy(constant: str, path: str) -> None:
-    assert getattr(Runtime, constant) == thing(path)
+    assert getattr(MeasuringRuntime, constant) == thing(path)
 
 
 @pytest.mark.parametrize("status", [1, 2, 9, 35, 100, 101, 400, 700, 712, 713, 719])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import resource
 import subprocess
 import sys
@@ -16,12 +17,11 @@ import pytest
 from cache.cuda import CudaDevice, CudaDeviceInfo, CudaReport, probe
 from cache.device import Device, DeviceError, open_device
 from cache.errors import OutOfMemoryError
-from server.doctor import Machine, examine
+from server.doctor import Probes, examine
 from server.findings import Finding, Report, Verdict
 from server.host_checks import HostFacts
 from tests.cuda_double.cupy_double import cupy_of
-from tests.cuda_double.machine import Machine as GpuMachine
-from tests.cuda_double.machine import MachineConfig
+from tests.cuda_double.machine import Machine, MachineConfig
 from tests.serving import ROOT, server_environment
 
 GIB = 1 << 30
@@ -111,7 +111,7 @@ def machine(
     open_device: Callable[..., Device] = lambda name, **sizes: open_device("cpu", **sizes),
     memlock: int = resource.RLIM_INFINITY,
     affinity: frozenset[int] = frozenset({4, 5}),
-) -> Machine:
+) -> Probes:
     """A machine with a GPU that works, but for what is given."""
     for path, text in files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def machine(
     installed = {"onnxruntime-gpu": "1.31.1", "cupy-cuda13x": "14.2.0"}
     installed = installed if packages is None else dict(packages)
     host = HostFacts(root, memlock=lambda: memlock, affinity=lambda: set(affinity))
-    return Machine(host, lambda: report, open_device, load, installed.get)
+    return Probes(host, lambda: report, open_device, load, installed.get)
 
 
 def named(report: Report, name: str) -> Finding:
@@ -142,11 +142,19 @@ def problems(report: Report) -> set[str]:
 # ---- the command
 
 
-def run_doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "server", "doctor", *arguments],
-        capture_output=True, text=True, cwd=ROOT, env=server_environment(), check=False,
+        capture_output=True, text=True, cwd=ROOT, env=server_environment() | variables,
+        check=False,
     )  # fmt: skip
+
+
+def test_the_device_of_the_environment_counts_as_for_serve() -> None:
+    done = run_doctor(HOTSHELF_DEVICE="tpu")
+    assert done.returncode == 2
+    assert "device: expected cpu, cuda:N or auto, got 'tpu'" in done.stderr
+    assert run_doctor("--device", "cpu", HOTSHELF_DEVICE="tpu").returncode == 0
 
 
 def test_the_command_says_that_this_machine_can_serve() -> None:
@@ -180,7 +188,7 @@ def test_a_device_that_cannot_be_is_a_wrong_option() -> None:
 
 
 def test_the_device_is_opened_as_the_server_does_it(tmp_path: Path) -> None:
-    cupy = cupy_of(GpuMachine(MachineConfig()))
+    cupy = cupy_of(Machine(MachineConfig()))
 
     def opened(name: str, **sizes: Any) -> Device:
         return CudaDevice(int(name.removeprefix("cuda:")), cupy=cupy, **sizes)
@@ -308,7 +316,7 @@ def test_two_packages_of_cupy(tmp_path: Path) -> None:
 def test_what_cupy_compiles_with(modules: Mapping[str, Any], value: str, tmp_path: Path) -> None:
     finding = named(examine("auto", machine(tmp_path, modules=modules)), "compiler")
     assert (finding.value, finding.verdict) == (value, Verdict.PROBLEM)
-    assert "pip install -e '.[gpu]'" in finding.fix
+    assert "-c constraints-gpu.txt -e '.[gpu]'" in finding.fix
 
 
 def test_a_gpu_that_is_too_old(tmp_path: Path) -> None:
@@ -413,19 +421,25 @@ def test_no_backend_at_all(tmp_path: Path) -> None:
     assert report.text().endswith("Hotshelf can serve on no device.")
 
 
-def test_a_check_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
+def test_a_check_that_fails_does_not_end_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     modules = {**fake_modules(), "pynvml": SimpleNamespace()}
     report = examine("auto", machine(tmp_path, modules=modules))
     assert report.can_serve
     assert named(report, "nvml").value.startswith("could not be looked at: ")
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.exc_info is not None
 
 
-def test_a_probe_that_fails_is_a_finding(tmp_path: Path) -> None:
-    def fail() -> CudaReport:
-        raise RuntimeError("libcuda is of another world")
-
-    there = machine(tmp_path)
-    report = examine("auto", Machine(there.host, fail, there.open_device, there.load))
+def test_a_cupy_that_breaks_while_it_is_imported_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cupy.py").write_text("raise OSError('libcuda is of another world')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    report = examine("auto", machine(tmp_path, probe()))
     assert report.usable == ("cpu",)
     assert "libcuda is of another world" in named(report, "cupy").fix
 

@@ -19,7 +19,7 @@ from benchmarks.gpu import batch_tables, correctness, demo, facts, rows, slabs
 from benchmarks.gpu.check import QUICK, Check, Scale
 from benchmarks.gpu.report import Aim, Figure, PartReport, ResultsFile, summary, table
 from tests.cuda_double.machine import MEMORY_ALLOCATION, Machine, MachineConfig
-from tests.gpu_check_double import MeasuringRuntime, measuring_cupy_of
+from tests.gpu_check_double import measuring_cupy_of
 
 ALL = gpu_check.MEASURED
 
@@ -309,7 +309,7 @@ def suite(folder: Path, body: str) -> Path:
     tests.mkdir()
     (tests / "test_device.py").write_text(SUITE.format(body=body), encoding="utf-8")
     (tests / "test_other.py").write_text("raise SystemExit  # has no test of a GPU\n")
-    (tests / "test_http.py").write_text("import no_such_package  # pytest.mark.gpu\n")
+    (tests / "test_http.py").write_text("import no_such_package  # and DEVICES\n")
     return tests
 
 
@@ -453,13 +453,3 @@ def test_what_a_stopped_part_has_written_is_kept(tmp_path: Path) -> None:
     report = PartReport("hits")
     results.read_into(report)
     assert (report.notes, report.figures) == (["first"], [])
-
-
-def test_the_names_of_cupy_that_are_used_exist() -> None:
-    cupy = pytest.importorskip("cupy")
-    assert cupy.cuda.get_elapsed_time.__doc__.startswith("get_elapsed_time(start_event, end_event)")
-    assert cupy.cuda.malloc_managed.__doc__.startswith("malloc_managed(size_t size)")
-    runtime, double = cupy.cuda.runtime, MeasuringRuntime
-    assert runtime.memcpyDeviceToDevice == double.memcpyDeviceToDevice
-    name = "cudaDevAttrConcurrentManagedAccess"
-    assert getattr(runtime, name) == getattr(double, name)

@@ -43,5 +43,6 @@ def test_caches_lie_where_the_user_of_the_image_may_write() -> None:
 def test_the_gpu_target_has_libraries_of_one_cuda() -> None:
     constraints = (ROOT / "constraints.txt").read_text()
     assert f"cupy-cuda{CUDA_MAJOR}x==" in constraints
+    constraints = (ROOT / "constraints-gpu.txt").read_text()
     assert re.search(rf"^nvidia-cuda-nvrtc=={CUDA_MAJOR}\.", constraints, re.MULTILINE)
     assert f"/nvidia/cu{CUDA_MAJOR}/lib:" in environment("gpu")["LD_LIBRARY_PATH"]

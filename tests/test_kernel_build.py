@@ -26,6 +26,12 @@ NUM_REGISTERS = 65536
 REGISTERS_GRANULARITY = 8
 MIN_BLOCKS = 4
 
+# 16 bytes at a time, once in each place of the source at the least.
+UNITS_IN_FLIGHT = 4
+UNIT_ACCESSES = UNITS_IN_FLIGHT + 1  # several rows together, or one
+FILL_ACCESSES = 2  # the new row, and the old one, which is spilled
+MOVE_ACCESSES = 1
+
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
 
 
@@ -68,7 +74,6 @@ def test_nvcc_keeps_everything_in_registers(build: str, architecture: str, tmp_p
         (name, architecture) for name in NAMES
     }
     if build == "release":
-        print(*found, sep="\n")
         for usage in found:
             assert (usage.stack_bytes, usage.spill_bytes) == (0, 0), usage
             assert num_blocks(usage.num_registers) >= MIN_BLOCKS, usage
@@ -86,9 +91,12 @@ def assert_fast_and_exact(ptx: str) -> None:
     name_to_body = dict(re.findall(r"\.entry (\w+)\((.*?)(?=\.entry|\Z)", ptx, re.DOTALL))
     assert name_to_body.keys() == NAMES
     for name, body in name_to_body.items():
-        assert len(re.findall(r"\bld\.global\S*\.v4\.", body)) >= 4 + 1 + 2, name
-        assert len(re.findall(r"\bst\.global\S*\.v4\.[fb]32", body)) >= 4 + 1, name
-        assert len(re.findall(r"\bst\.global\S*\.v4\.[ub]32", body)) >= 3, name
+        num_loads = len(re.findall(r"\bld\.global\S*\.v4\.", body))
+        num_row_stores = len(re.findall(r"\bst\.global\S*\.v4\.[fb]32", body))
+        num_slot_stores = len(re.findall(r"\bst\.global\S*\.v4\.[ub]32", body))
+        assert num_loads >= UNIT_ACCESSES + FILL_ACCESSES + MOVE_ACCESSES, name
+        assert num_row_stores >= UNIT_ACCESSES, name
+        assert num_slot_stores >= FILL_ACCESSES + MOVE_ACCESSES, name
         assert not re.search(r"\bfma\.|\bmad\.\S*f32", body), name
         assert re.search(r"\badd\S*\.f32", body), name
         assert not re.search(r"\.local\b", body), name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +11,12 @@ import pytest
 from numpy.typing import NDArray
 
 from cache.arena import Arena
-from cache.cuda import CudaDevice, probe
+from cache.cuda import CudaDevice
 from cache.device import Output, Pooling, SlabMemory
 from cache.kernel_launch import MAX_RESIDENT_THREADS
 from cache.plan import TIER_DEVICE
 from cache.row_format import RowFormat
-from tests.cache_fixtures import DEVICES
-from tests.cuda_double.cupy_double import cupy_of
-from tests.cuda_double.machine import Machine, MachineConfig
+from tests.cache_fixtures import DEVICES, opened_device
 from tests.kernel_plans import (
     Case,
     OutputSpec,
@@ -36,22 +33,6 @@ SLOT_BYTES = (16, 48, 64, 112, 128, 512, 528, 2048, 4096)
 GPUS = tuple(kind for kind in DEVICES if kind != "cpu")
 
 
-@contextmanager
-def opened_gpu(kind: str, *, is_debug: bool) -> Iterator[CudaDevice]:
-    """A GPU or its double, which must not have been misused in the end."""
-    machine = Machine(MachineConfig(seed=3)) if kind == "cuda-double" else None
-    if machine is None and (problem := probe().problem):
-        pytest.skip(problem)
-    device = CudaDevice(
-        0, max_bytes=MAX_BYTES, max_host_bytes=MAX_BYTES, reserve_fraction=0.0, is_debug=is_debug,
-        cupy=None if machine is None else cupy_of(machine),
-    )  # fmt: skip
-    yield device
-    device.close()
-    if machine is not None:
-        machine.check()
-
-
 @pytest.fixture(params=[False, True], ids=["release", "debug"])
 def is_debug(request: pytest.FixtureRequest) -> bool:
     """Whether the kernels check their plans."""
@@ -66,7 +47,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def device(kind: str, is_debug: bool) -> Iterator[CudaDevice]:
-    with opened_gpu(kind, is_debug=is_debug) as opened:
+    with opened_device(kind, seed=3, max_bytes=MAX_BYTES, is_debug=is_debug) as opened:
+        assert isinstance(opened, CudaDevice)
         yield opened
 
 

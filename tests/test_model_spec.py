@@ -125,6 +125,8 @@ def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
         ("{backend: torch, factory: m}", "factory: "),
         ("{backend: torch, factory: 'm.f'}", "factory: "),
         ("{backend: torch, factory: '../m:f'}", "factory: "),
+        ("{backend: torch, factory: 'm.py:'}", "factory: "),
+        ('{backend: torch, factory: "m:f\\n"}', "factory: "),
         ("providers: cuda", "providers: "),
         ("providers: []", "providers: "),
         ("providers: [1]", "providers.0: expected a name, or one name with its options"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -223,6 +224,30 @@ def test_nobody_waits_twice_for_a_driver_that_hangs(caplog: pytest.LogCaptureFix
     library.gate.set()
     thread.join(60)
     assert nvml_of(library).figures() is not None
+
+
+def test_only_the_first_scrape_waits_for_a_driver_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits_s: list[float | None] = []
+    result = Future.result
+
+    def noted(self: Future[Any], timeout: float | None = None) -> Any:
+        waits_s.append(timeout)
+        return result(self, 0)
+
+    monkeypatch.setattr(Future, "result", noted)
+    library = FakeNvml({BUS_ID: FakeGpu()})
+    nvml = nvml_of(library, timeout_s=1.0)
+    library.gate.clear()
+    before = set(threading.enumerate())
+    assert [nvml.figures() for _ in range(3)] == [None] * 3
+    assert waits_s == [1.0, 0.0, 0.0]
+    (thread,) = set(threading.enumerate()) - before
+    library.gate.set()
+    thread.join(60)
+    nvml.figures()
+    assert waits_s[-1] == 1.0  # it is back
 
 
 # ---- memory by use

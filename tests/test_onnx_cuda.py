@@ -15,6 +15,7 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 from onnx import helper
+from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
 from cache.cuda import CudaDevice
 from models.errors import BackendError, ModelConfigError, ModelLoadError
@@ -200,6 +201,37 @@ def test_a_failed_run_says_why_and_the_next_one_works(
     with pytest.raises(BackendError, match="idx=99 must be within"):
         model.run(["y"], idx=np.array([3, 99]))
     assert model.run(["y"], idx=np.array([3]))["y"].tolist() == [[12, 13, 14, 15]]
+
+
+def test_a_run_that_fails_half_way_still_reads_its_inputs(
+    tmp_path: Path,
+    repository: ModelRepository,
+    device: CudaDevice,
+    runtime: OnnxRuntimeDouble,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = opened(repository, device, model_zoo.add1(tmp_path))
+    (session,) = runtime.sessions
+    buffers = device.new_buffers()
+    x = buffers.put("x", [rows(2)])
+    seen: list[NDArray[np.uint8]] = []
+
+    def fail_half_way(binding: Any) -> None:
+        """What comes first is enqueued, and reads the input when the stream comes to it."""
+        machine.enqueue(
+            session.stream_pointer, lambda: seen.append(bytes_at(x.data.ptr, x.nbytes).copy())
+        )
+        raise Fail("[ONNXRuntimeError] : 1 : FAIL : the second node failed")
+
+    monkeypatch.setattr(session, "run_with_iobinding", fail_half_way)
+    with pytest.raises(BackendError, match=r"^the second node failed$"):
+        model.backend.run({"x": x}, ["y"], [buffers.copied()])
+    buffers.put("x", [rows(2, 50.0)])
+    buffers.copied().wait()
+    buffers.close()
+    machine.run_everything()
+    np.testing.assert_array_equal(seen[0].view(np.float32).reshape(2, 4), rows(2))
 
 
 def test_a_fault_of_the_gpu_is_an_error_of_the_run(
@@ -409,8 +441,8 @@ def test_onnx_runtime_of_the_cpu_beside_a_gpu(
     repository = ModelRepository(tmp_path, tables={}, device=device, onnx_runtime=runtime)
     assert load_error(repository, model_zoo.add1(tmp_path)) == (
         "model add1: providers: 'cuda' is not installed, only AzureExecutionProvider, cpu; pip "
-        "uninstall onnxruntime, then pip install -e '.[gpu]' (the extras cpu and gpu exclude "
-        "each other) (models/add1/1/model.onnx)"
+        "uninstall onnxruntime, then pip install -c constraints.txt -c constraints-gpu.txt "
+        "-e '.[gpu]' (the extras cpu and gpu exclude each other) (models/add1/1/model.onnx)"
     )
 
 
@@ -489,8 +521,9 @@ def test_an_output_of_an_unsynchronised_run_is_late(
     backend.close()
 
 
-# Names. The options of the providers are in the package for the GPU only: the lists of the double
-# have been compared with its libraries, and with the source that they name.
+# Names. The options of the providers are only in the GPU package, so the double's lists are copied
+# from ONNX Runtime 1.31's source (cuda_execution_provider_info.cc and, of TensorRT,
+# tensorrt_execution_provider_info.cc).
 
 
 def test_the_double_has_what_onnx_runtime_has() -> None:

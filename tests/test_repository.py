@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -493,6 +494,23 @@ def test_a_torch_model_without_weights(root: Path, repository: ModelRepository) 
     write_torch_model(root).unlink()
     expected = "models/scale/1/model.safetensors: No such file or directory"
     assert load_error(repository, "scale") == expected
+
+
+@pytest.mark.parametrize("package", ["onnxruntime", "torch"])
+def test_a_backend_whose_package_is_missing(
+    root: Path, device: Device, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    write_torch_model(root)
+    model_zoo.add1(root)
+    monkeypatch.setitem(sys.modules, package, None)
+    for module in [
+        name for name in sys.modules if name.startswith(("models.torch_", "models.onnx_"))
+    ]:
+        monkeypatch.delitem(sys.modules, module)
+    repository = ModelRepository(root, tables={}, device=device, trust_model_code=True)
+    name = "add1" if package == "onnxruntime" else "scale"
+    assert f"the {package} backend needs the package {package}; " in load_error(repository, name)
+    assert charges(device) == {}
 
 
 def test_providers_of_a_gpu_on_a_cpu(root: Path, repository: ModelRepository) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import html
+import importlib.util
 import math
 import os
 import re
@@ -278,6 +279,17 @@ def test_what_cannot_be_measured_is_refused(
 ) -> None:
     assert run_cli("--repository", str(tmp_path), *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_package_that_is_missing_is_named_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "locust" else find(name)
+    )
+    assert run_cli("--repository", str(tmp_path)) == 2
+    assert "not installed: locust; in Hotshelf's folder: pip install" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

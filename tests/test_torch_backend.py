@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import logging
+import os
 import re
+import struct
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -25,6 +28,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 import models.torch_backend
+import models.torch_places
 from cache import Device, FeatureCache, Lookup, open_device
 from cache.cuda import CudaDevice
 from cache.device import Buffers, Event
@@ -33,7 +37,8 @@ from loadtests.demo import NUM_TABLES, dlrm_weights, write_demo
 from models.errors import BackendError, ModelLoadError
 from models.repository import ModelRepository
 from models.tensor_spec import DATATYPE_TO_DTYPE, TensorSpec
-from models.torch_backend import TorchBackend, TorchCuda
+from models.torch_backend import TorchBackend
+from models.torch_places import TorchCuda
 from server.cli import main
 from server.settings import Settings, SettingsError, read_settings
 from tests.cuda_double.cupy_double import cupy_of
@@ -262,6 +267,9 @@ def test_a_result_that_does_not_fit(folder: Path, result: str, reason: str) -> N
         ("raise ValueError('first\\nsecond')", "ValueError: first"),
         ("raise KeyError", "KeyError"),
         ("inputs['z']", "KeyError: 'z'"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("raise BaseException('panic')", "BaseException: panic"),  # as one of Rust
         ("inputs['x'] @ torch.zeros(3)", "RuntimeError: size mismatch"),
     ],
 )
@@ -269,10 +277,12 @@ def test_an_exception_of_the_module_is_one_line(
     folder: Path, statement: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = opened(folder, module_of(statement))
-    with caplog.at_level(logging.DEBUG):
-        text = run_error(backend)
+    text = run_error(backend)
     assert text.startswith(reason)
     assert "Traceback" not in text
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == "models/m/1/model.safetensors: a run failed"
     assert "factory.py" in caplog.text  # the stack is for the log
 
 
@@ -358,9 +368,6 @@ def test_a_header_may_begin_as_a_pickle_does(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "factory", "reason"),
     [
-        (SCALE, "factory", "expected package.module:callable"),
-        (SCALE, "factory.py:", "expected package.module:callable"),
-        (SCALE, "../factory:build", "expected package.module:callable"),
         (SCALE, "nowhere:build", "ModuleNotFoundError: No module named 'nowhere'"),
         (SCALE, "factory:made", "AttributeError: module 'factory' has no attribute 'made'"),
         (SCALE, "factory:torch", "TypeError: 'module' object is not callable"),
@@ -368,6 +375,8 @@ def test_a_header_may_begin_as_a_pickle_does(folder: Path) -> None:
         ("build = dict", "factory:build", "returned dict, expected a torch.nn.Module"),
         ("1 / 0", "factory:build", "ZeroDivisionError: division by zero"),
         ("import sys; sys.exit(3)", "factory:build", "SystemExit: 3"),
+        ("raise KeyboardInterrupt", "factory:build", "KeyboardInterrupt"),
+        ("raise BaseException('panic')", "factory:build", "BaseException: panic"),
         ("def build(size): pass", "factory:build", "TypeError: build() missing 1 required"),
         ("x x", "factory:build", "SyntaxError: invalid syntax (factory.py, line 2)"),
         (
@@ -552,14 +561,30 @@ def test_the_file_may_be_overwritten_while_it_is_served(folder: Path) -> None:
     np.testing.assert_array_equal(backend.run({"x": rows(2)}, ["y"])["y"], rows(2))
 
 
-def test_no_file_and_a_folder_in_its_place(folder: Path) -> None:
+def test_a_shape_that_no_tensor_can_have(folder: Path) -> None:
+    opened(folder, SCALE, {"scale": torch.ones(4)}).close()
+    header = json.dumps({"scale": {"dtype": "F32", "shape": [2**63, 0], "data_offsets": [0, 0]}})
     path = folder / "model.safetensors"
-    for reason in ("No such file or directory", "Is a directory"):
-        with pytest.raises(ModelLoadError, match=f"^model.safetensors: {reason}$"):
-            TorchBackend(
-                path, factory="factory:build", inputs=[X], outputs=[Y], trust_model_code=True
-            )
-        path.mkdir(exist_ok=True)
+    path.write_bytes(struct.pack("<Q", len(header)) + header.encode())
+    with pytest.raises(ModelLoadError, match=r"^model.safetensors: cannot be read as safetensors "):
+        TorchBackend(path, factory="factory:build", inputs=[X], outputs=[Y], trust_model_code=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda path: None, "No such file or directory"),
+        (Path.mkdir, "is not a regular file, expected a safetensors file"),
+        # Opening it would wait for a writer for ever.
+        (os.mkfifo, "is not a regular file, expected a safetensors file"),
+    ],
+    ids=["nothing", "folder", "pipe"],
+)
+def test_what_is_no_file(folder: Path, make: Callable[[Path], None], reason: str) -> None:
+    path = folder / "model.safetensors"
+    make(path)
+    with pytest.raises(ModelLoadError, match=f"^model.safetensors: {reason}$"):
+        TorchBackend(path, factory="factory:build", inputs=[X], outputs=[Y], trust_model_code=True)
 
 
 # ---- A GPU's streams and memory, without one
@@ -716,7 +741,7 @@ def test_a_torch_without_cuda_says_so(folder: Path) -> None:
 
 def test_the_calls_of_torch_cuda_fit_its_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each name that is used exists, and is called as the installed torch declares it."""
-    tree = ast.parse(inspect.getsource(models.torch_backend))
+    tree = ast.parse(inspect.getsource(models.torch_places))
     names = {
         node.attr
         for node in ast.walk(tree)

@@ -35,7 +35,7 @@ class Scale:
     host_launch_bytes: int = 64 * MIB
     managed_bytes: int = GIB
     min_free_for_managed_bytes: int = 8 * GIB
-    max_positions: int = 1 << 21  # of a plan; each takes 88 bytes of pinned memory
+    max_positions: int = 1 << 21  # of a plan
     num_rounds: int = 15
     sample_ms: float = 8.0  # of device work between two events
     table_rows: int = 40_000  # of each of the 26 tables of a small batch

@@ -19,7 +19,7 @@ from benchmarks.gpu.report import PartReport
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
 # Files with tests on several devices, of which one is a real GPU.
-_OF_GPU = re.compile(r"\bDEVICES\b|\bmark\.gpu\b")
+_OF_GPU = re.compile(r"\bDEVICES\b")
 _OF_KERNELS = re.compile(r"test_(kernel|device)")
 # What else is installed for pytest is not of this project, and may change what tests do.
 _NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

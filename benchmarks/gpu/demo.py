@@ -9,14 +9,21 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.gpu.batch import tier_counts
 from benchmarks.gpu.check import MIB, Check, SkippedError, WrongResultError
 from benchmarks.gpu.report import Figure
 from benchmarks.gpu.timing import Samples
+
+if TYPE_CHECKING:
+    from cache import FeatureCache
+    from loadtests.closed_loop import Replayed
+    from server.engine import Engine
+    from server.requests import InferenceRequest
 
 TABLE_SHARES = (0.02, 0.1, 0.5)
 NUM_ROWS = 64  # of a batch, or of a request
@@ -160,19 +167,19 @@ class Demo:
                 self._measure_engine(share, engine, features)
                 self._compare(self._scores(engine))
 
-    def _scores(self, engine: Any) -> NDArray[np.generic]:
+    def _scores(self, engine: Engine) -> NDArray[np.generic]:
         result = engine.run([_request(self._dense, self._keys)])
         scores: NDArray[np.generic] = result.responses[0].outputs["score"]
         return scores
 
-    def _measure_engine(self, share: float, engine: Any, features: Any) -> None:
+    def _measure_engine(self, share: float, engine: Engine, features: FeatureCache) -> None:
         count = self._check.scale.demo_batches
         requests = [
             _request(*self._workload.rows(number * NUM_ROWS, NUM_ROWS)) for number in range(count)
         ]
         for request in requests:  # what is hot comes to the device tier
             engine.run([request])
-        before = _tier_counts(features)
+        before = tier_counts(features)
         times_us = []
         for number, request in enumerate(requests):
             if number >= _MIN_BATCHES and self._check.is_late:
@@ -180,7 +187,7 @@ class Demo:
             started_s = time.perf_counter()
             engine.run([request])
             times_us.append((time.perf_counter() - started_s) * 1e6)
-        hits, positions = (_tier_counts(features) - before).tolist()
+        hits, positions = (tier_counts(features) - before).tolist()
         self._report(share, "engine, batch of 64", times_us, hits / positions)
         self._add_rate(
             share, "engine, one batch at a time", NUM_ROWS * 1e6 / float(np.mean(times_us))
@@ -211,7 +218,7 @@ class Demo:
                 time.sleep(0.01)
                 return self._check.is_late
 
-            def send() -> Any:
+            def send() -> Replayed:
                 return replay(
                     server.port,
                     MODEL,
@@ -312,18 +319,11 @@ class _Client:
         self._connection.close()
 
 
-def _request(dense: Floats, keys: Keys) -> Any:
+def _request(dense: Floats, keys: Keys) -> InferenceRequest:
     from server.requests import InferenceRequest, RequestedOutput
 
     inputs: dict[str, NDArray[Any]] = {"dense": dense, "keys": keys}
     return InferenceRequest(inputs, len(dense), (RequestedOutput("score", is_binary=True),))
-
-
-def _tier_counts(features: Any) -> NDArray[np.int64]:
-    """Positions that were found in the device tier, and all."""
-    tables = features.stats().tables
-    hits = sum(table.device_hits for table in tables)
-    return np.array([hits, hits + sum(t.host_hits + t.source_rows for t in tables)])
 
 
 def reference_scores(root: Path, dense: Floats, keys: Keys) -> NDArray[np.float64]:

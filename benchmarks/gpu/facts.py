@@ -31,7 +31,7 @@ def machine_facts(cupy: Any, index: int) -> dict[str, Any]:
     from cache.cuda import probe
 
     module = importlib.import_module("cupy") if cupy is None else cupy
-    report = probe(module)
+    report = probe(module, index)
     info = report.devices[index]
     return {
         "device": f"cuda:{index} {info.name}",

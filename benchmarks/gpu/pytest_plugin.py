@@ -1,6 +1,6 @@
 """A pytest plugin: runs the tests of a real GPU alone, and skips files that need other packages.
 
-A test is of a GPU when one of its parameters is `cuda`, or when it is marked `gpu`.
+A test is of a GPU when one of its parameters is `cuda`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,6 @@ from typing import Any
 import pytest
 
 FOLDERS = ("server", "cache", "models", "loadtests", "tests", "benchmarks")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Know the marker, also where the project's settings do not."""
-    config.addinivalue_line("markers", "gpu: needs a GPU")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -30,8 +25,7 @@ def is_of_gpu(item: pytest.Item) -> bool:
     """Whether the test runs on a real GPU."""
     callspec = getattr(item, "callspec", None)
     parameters: list[Any] = [] if callspec is None else list(callspec.params.values())
-    is_cuda = any(isinstance(value, str) and value == "cuda" for value in parameters)
-    return is_cuda or item.get_closest_marker("gpu") is not None
+    return any(isinstance(value, str) and value == "cuda" for value in parameters)
 
 
 @pytest.hookimpl(wrapper=True)

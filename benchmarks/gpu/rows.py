@@ -26,6 +26,7 @@ from benchmarks.gpu.slabs import (
 from benchmarks.gpu.timing import Samples, rates
 from cache.arena import Arena
 from cache.cuda import CudaDevice, probe
+from cache.cuda_buffers import plan_bytes
 from cache.device import SlabMemory
 from cache.plan import TIER_DEVICE, TIER_FILLED, TIER_HOST
 
@@ -37,7 +38,6 @@ MIN_AIMED_BYTES = 512
 NUM_PLANS = 2
 
 _LINE_BYTES = 128
-_PLAN_BYTES = 88  # of a position in a plan buffer
 _GPU_COPY = "device copy"
 _PINNED_COPY = "pinned copy"
 
@@ -82,7 +82,7 @@ def run_managed(check: Check) -> None:
 
 
 def _refuse_managed(check: Check, device: CudaDevice, num_bytes: int) -> None:
-    free_bytes, _ = device.memory_info()
+    free_bytes = _free_bytes(check)
     needed = max(check.scale.min_free_for_managed_bytes, num_bytes)
     if free_bytes < needed:
         raise SkippedError(f"{free_bytes} bytes of the GPU are free, expected at least {needed}")
@@ -218,16 +218,19 @@ def _add(
 def _device(
     check: Check, num_bytes: int, host_bytes: int = 0
 ) -> AbstractContextManager[CudaDevice]:
-    plan_bytes = 2 * NUM_PLANS * check.scale.max_positions * _PLAN_BYTES
-    max_bytes = num_bytes + plan_bytes + 16 * MIB
+    all_plans_bytes = 2 * NUM_PLANS * plan_bytes(check.scale.max_positions)
+    max_bytes = num_bytes + all_plans_bytes + 16 * MIB
     return check.open_device(max_bytes=max_bytes, max_host_bytes=host_bytes, kind=CudaDevice)
 
 
 def _sizes(check: Check, slab_bytes: int) -> tuple[int, int]:
     """Bytes of a slab and of a launch: as wanted, or a part of what is free on a small GPU."""
-    free_bytes = probe(check.cupy).devices[check.index].free_bytes
-    slab_bytes = min(slab_bytes, free_bytes // 4 // MIB * MIB)
+    slab_bytes = min(slab_bytes, _free_bytes(check) // 4 // MIB * MIB)
     return slab_bytes, min(check.scale.launch_bytes, slab_bytes // 8)
+
+
+def _free_bytes(check: Check) -> int:
+    return probe(check.cupy, check.index).devices[check.index].free_bytes
 
 
 def _num_rows(check: Check, output: Arena, row_bytes: int, num_slots: int) -> int:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from benchmarks.gpu.check import MIB, WrongResultError
 from cache.arena import Arena
 from cache.cuda import CudaDevice
-from cache.device import Output, SlabMemory
+from cache.cuda_buffers import CudaPlanBuffer
+from cache.device import Output, PlanBuffer, SlabMemory
 from cache.plan import TIER_BITS, TIER_FILLED
 
 _CHUNK_BYTES = 32 * MIB
@@ -72,7 +73,7 @@ def _chunks(num_words: int) -> Iterator[tuple[int, int]]:
 class Reads(NamedTuple):
     """A plan that reads `slots` in order; fills, if any, are of device slots 0, 1, ..."""
 
-    buffer: Any
+    buffer: PlanBuffer
     slots: NDArray[np.int64]
     num_fills: int
 
@@ -81,7 +82,12 @@ class SlabReader:
     """Plans over one slab whose rows go to one output."""
 
     def __init__(
-        self, device: CudaDevice, memory: SlabMemory, output: Any, slots: Sequence[Any], tier: int
+        self,
+        device: CudaDevice,
+        memory: SlabMemory,
+        output: Any,
+        slots: Sequence[NDArray[np.int64]],
+        tier: int,
     ) -> None:
         """`slots` is those of each plan; `output` float32 [n, dim] of device memory.
 
@@ -148,6 +154,7 @@ class SlabReader:
 
     def _launch(self, plan: Reads) -> Callable[[], object]:
         stream = self._device.compute
+        assert isinstance(plan.buffer, CudaPlanBuffer)
         launch = self._device.upload(
             stream, plan.buffer, len(plan.slots), plan.num_fills, self._memory,
             [Output(0, self.output)],

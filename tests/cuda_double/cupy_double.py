@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, Literal
@@ -120,24 +120,37 @@ class Event(_OfMachine):
 
 
 class _PoolMemory:
-    """What one pool holds of each device, in units of CuPy's pool."""
+    """What one pool holds of each device, in units of CuPy's pool.
+
+    As in CuPy the limit counts what is kept, too, and nothing that is kept is given up for it.
+    """
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.device_to_limit: dict[int, int] = {}
         self.used: Counter[int] = Counter()
-        self.kept: Counter[int] = Counter()  # given back to the pool, not to the device
+        # Sizes of the chunks that were given back to the pool, not to the device.
+        self.kept: defaultdict[int, list[int]] = defaultdict(list)
 
     def held_bytes(self, device: int) -> int:
-        return self.used[device] + self.kept[device]
+        return self.used[device] + sum(self.kept[device])
 
     def take(self, size: int) -> Range:
         device = self.machine.current_device
         num_bytes = _rounded(size)
-        limit, used = self.device_to_limit.get(device, 0), self.used[device]
-        self.kept[device] = max(0, self.kept[device] - num_bytes)
-        if (limit and used + num_bytes > limit) or num_bytes > self.machine.free_bytes(device):
-            raise OutOfMemoryError(num_bytes, used, limit)
+        limit, held = self.device_to_limit.get(device, 0), self.held_bytes(device)
+        kept = sorted(self.kept[device])
+        fitting = next((chunk for chunk in kept if chunk >= num_bytes), None)
+        if fitting is not None:
+            self.kept[device].remove(fitting)
+            if fitting > num_bytes:
+                self.kept[device].append(fitting - num_bytes)
+        elif limit and held + num_bytes > limit:
+            raise OutOfMemoryError(num_bytes, held, limit)
+        elif num_bytes > self.machine.free_bytes(device):
+            self.kept[device].clear()
+            if num_bytes > self.machine.free_bytes(device):
+                raise OutOfMemoryError(num_bytes, held, limit)
         self.used[device] += num_bytes
         return self.machine.memory.allocate(size, device)
 
@@ -147,7 +160,7 @@ class _PoolMemory:
             self.machine.misuse(f"{memory} is freed before {user} has run")
         self.machine.memory.free(memory.start)
         self.used[memory.device] -= _rounded(memory.num_bytes)
-        self.kept[memory.device] += _rounded(memory.num_bytes)
+        self.kept[memory.device].append(_rounded(memory.num_bytes))
 
 
 def _rounded(num_bytes: int) -> int:
@@ -204,7 +217,7 @@ class MemoryPool(_OfMachine):
 
     def free_all_blocks(self, stream: Stream | None = None) -> None:
         with self._machine.call("MemoryPool.free_all_blocks"):
-            self._memory.kept[self._machine.current_device] = 0
+            self._memory.kept[self._machine.current_device].clear()
 
     def used_bytes(self) -> int:
         with self._machine.call("MemoryPool.used_bytes"):
@@ -325,6 +338,18 @@ class RawKernel(_OfMachine):
         self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], **kwargs: Any
     ) -> None:
         """Launch in the current stream."""
+        try:
+            self._launch(grid, block, args, kwargs)
+        except CUDARuntimeError as error:  # CuPy launches through the driver's interface
+            raise CUDADriverError(error.status) from error
+
+    def _launch(
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         machine = self._machine
         with machine.call("kernel launch"):
             assert not kwargs
