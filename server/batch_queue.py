@@ -1,4 +1,4 @@
-"""The batching policy: what runs next, and what it waits for."""
+"""Requests in order, and which of them leave together."""
 
 from __future__ import annotations
 

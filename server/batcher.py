@@ -275,7 +275,7 @@ class Batcher(Generic[Prepared]):
                         self._is_ahead = True
                         return [retry]
                     take = self._queue.take(
-                        self._clock(), is_draining=self._is_closed, not_before_s=self._close_s
+                        self._clock(), is_draining=self._is_closed, not_before_s=self._close_at_s
                     )
                     self._statistics.add_pending(-len(take.batch) - len(take.expired))
                     if take.expired:
@@ -313,18 +313,18 @@ class Batcher(Generic[Prepared]):
                 return pending
         return None
 
-    def _close_s(self, num_rows: int) -> float:
+    def _close_at_s(self, num_rows: int) -> float:
         """When to close a batch that has `num_rows` so far."""
         if self._computing is None:
             return -math.inf
-        return self._pace.close_s(self._computing_since_s, self._computing.num_rows, num_rows)
+        return self._pace.close_at_s(self._computing_since_s, self._computing.num_rows, num_rows)
 
     def _prepare(self, requests: list[_Pending]) -> _Batch[Prepared] | None:
         """Prepares a batch; None when it failed, or when the other worker goes on with it."""
         started_s = self._clock()
         try:
             prepared = self._engine.prepare([pending.request for pending in requests])
-        except Exception as error:
+        except BaseException as error:  # the code of a model may even ask the process to end
             self._fail(requests, error)
             with self._lock:
                 self._is_ahead = False
@@ -353,7 +353,7 @@ class Batcher(Generic[Prepared]):
                 batch.prepared.close()  # nobody waits for it any more
             else:
                 result = self._engine.compute(batch.prepared)
-        except Exception as error:
+        except BaseException as error:  # as above
             self._fail(batch.requests, error)
         with self._lock:
             if result is not None and len(self._workers) > 1:
@@ -363,12 +363,17 @@ class Batcher(Generic[Prepared]):
             if following is not None:
                 self._begin(following)
         # Answered at last, so that the next request of an idle model finds nothing computing.
-        if result is not None:
-            self._statistics.record_execution(batch.num_rows, result.timings)
-            self._post(_answers(batch, result))
+        try:
+            if result is not None:
+                self._statistics.record_execution(batch.num_rows, result.timings)
+                self._post(_answers(batch, result))
+        except BaseException:
+            if following is not None:  # its memory and its frame are wanted by other models
+                following.prepared.close()
+            raise
         return following
 
-    def _fail(self, requests: list[_Pending], error: Exception) -> None:
+    def _fail(self, requests: list[_Pending], error: BaseException) -> None:
         """Answers a request that failed alone; has those of a batch run once more, one by one.
 
         The caller goes on with them, so nobody need be woken.

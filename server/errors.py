@@ -124,7 +124,7 @@ _FOREIGN_ERRORS: tuple[tuple[type[Exception], type[ServerError]], ...] = (
 )
 
 
-def as_server_error(error: Exception, where: str) -> ServerError:
+def as_server_error(error: BaseException, where: str) -> ServerError:
     """The error as the client sees it, with the foreign one as its cause.
 
     A foreign error that is the server's fault is logged with `where`, the model or the path; one
@@ -141,7 +141,7 @@ def as_server_error(error: Exception, where: str) -> ServerError:
     return server_error
 
 
-def _mapped(error: Exception) -> ServerError:
+def _mapped(error: BaseException) -> ServerError:
     for foreign, own in _FOREIGN_ERRORS:
         if isinstance(error, foreign):
             return own(str(error))

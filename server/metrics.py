@@ -73,7 +73,7 @@ _MODEL_FAMILIES = (
     ),
     (
         "nv_inference_queue_duration_us", "counter",
-        "Time that answered requests were queued or waited for their turn.", "queue.ns",
+        "Time in the queue, and in a batch that waits for a frame or for its turn.", "queue.ns",
     ),
     (
         "nv_inference_compute_input_duration_us", "counter",
@@ -100,7 +100,7 @@ _GPU_FAMILIES = (
 
 _HISTOGRAM_HELP = {
     "request": "Time of an answered request, from decoded to encoded.",
-    "queue": "Time in the queue, and waiting for the turn to compute.",
+    "queue": "Time in the queue, and in a batch that waits for a frame or for its turn.",
     "lookup": "Time of the feature lookup of the request's batch.",
     "compute": "Time of the model's run of the request's batch.",
     "encode": "Time of encoding the response.",

@@ -31,7 +31,7 @@ class Pace:
         ):
             durations.setdefault(size, deque(maxlen=NUM_KEPT)).append(seconds)
 
-    def close_s(self, started_s: float, num_rows: int, num_next_rows: int) -> float:
+    def close_at_s(self, started_s: float, num_rows: int, num_next_rows: int) -> float:
         """When to close a batch that has `num_next_rows` so far, to be ready in time.
 
         That is one predicted time to prepare it before the predicted end of the batch of `num_rows`

@@ -139,6 +139,14 @@ def free_port() -> int:
         return port
 
 
+def wait_for_log(server: RunningServer, text: str) -> None:
+    """Until the server has written the text."""
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while text not in server.log():
+        assert time.monotonic() < deadline_s, f"no {text!r} in:\n{server.log()}"
+        time.sleep(0.05)
+
+
 def _wait_until_ready(server: RunningServer) -> None:
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while not server.is_ready():

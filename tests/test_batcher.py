@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar, cast
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -300,7 +301,7 @@ class GatedEngine:
         self.can_overlap = can_overlap
         self.fails_early = fails_early
         self.timings = BatchTimings(0.0, None, 0.0, 0.0)
-        self.error: Exception = BackendError("negative value")
+        self.error: BaseException = BackendError("negative value")
 
     def prepare(self, requests: Sequence[InferenceRequest]) -> FakeBatch:
         self.prepared.append([request.num_rows for request in requests])
@@ -540,6 +541,46 @@ def test_an_unknown_error_is_logged_and_answered_with_a_fixed_text(
     with caplog.at_level(logging.ERROR):
         on_bench(story, engine=engine)
     assert "secret path" in caplog.text
+
+
+@pytest.mark.parametrize("fails_early", [False, True])
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_a_model_that_asks_the_process_to_end_fails_its_request(
+    error: BaseException, fails_early: bool
+) -> None:
+    engine = GatedEngine(fails_early=fails_early)
+    engine.error = error
+
+    async def story(bench: Bench) -> None:
+        tasks = [bench.send(value) for value in (0, -1, 2)]
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert values(answers) == [1, InternalError, 3]
+        assert values([await bench.send(1)]) == [2]
+
+    on_bench(story, engine=engine, delay_s=0.01)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_that_dies_of_our_own_fault_takes_the_other_along() -> None:
+    """Nobody hangs, and what was prepared gives back what it holds."""
+    engine = GatedEngine(is_gated=True)
+
+    async def story(bench: Bench) -> None:
+        first = await bench.occupy()
+        tasks = await bench.send_and_queue(*[1] * 8)  # full: it is prepared at once
+        while len(engine.held) < 2:
+            await asyncio.sleep(0.001)
+        later = await bench.send_and_queue(2)
+        with patch.object(ModelStatistics, "record_execution", side_effect=RuntimeError):
+            engine.open()
+            answers = await asyncio.gather(first, *tasks, *later, return_exceptions=True)
+        assert values(answers) == [InferenceError] * 10
+        assert {str(answer) for answer in answers} == {"the model's worker ended"}
+        assert [len(batch) for batch in engine.batches][:1] == [1]
+        with pytest.raises(ShuttingDownError):
+            await bench.send(1)
+
+    on_bench(story, engine=engine)
 
 
 def test_a_timeout_fires_while_the_worker_is_busy_and_the_request_never_runs() -> None:

@@ -18,7 +18,13 @@ from cache.table import read_tables
 from loadtests.demo import dlrm_weights, write_demo
 from tests.cache_fixtures import DEVICES
 from tests.dlrm_reference import Floats, gather, onnxruntime_scores
-from tests.serving import SERVER, SERVER_ON_DOUBLE, RunningServer, running_server
+from tests.serving import (
+    SERVER,
+    SERVER_ON_DOUBLE,
+    RunningServer,
+    running_server,
+    wait_for_log,
+)
 
 NUM_ROWS = 100_000
 TABLE_BYTES = NUM_ROWS * 64
@@ -61,7 +67,7 @@ def serving(request: pytest.FixtureRequest, repository: Path) -> Iterator[Servin
         repository, "--device", device, "--table-memory", str(TABLE_BYTES // 100), *options,
         module=module,
     ) as server:  # fmt: skip
-        assert f" {device}" in server.log()
+        wait_for_log(server, f" {device}")  # the banner comes when the server is ready already
         # On a GPU, ONNX Runtime multiplies in TF32, with 10 bits of fraction.
         yield Serving(server, tiers, 2e-3 if kind == "cuda" else 0.0)
 

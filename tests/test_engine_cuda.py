@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from cache import FeatureCache
+from cache.cuda import CudaDevice
+from cache.errors import DeviceError
 from cache.table import read_tables
 from loadtests.demo import write_demo
 from models.repository import ModelRepository
 from server.engine import Engine
 from server.requests import InferenceRequest, RequestedOutput
-from tests.cache_fixtures import machine_of, opened_device
+from tests.cache_fixtures import machine_of, new_row_cache, opened_device
 from tests.cuda_double.onnx_runtime import OnnxRuntimeDouble
 from tests.dlrm_reference import Floats, gather, onnxruntime_scores
 
@@ -101,3 +104,24 @@ def test_a_batch_that_is_given_up_leaves_no_copy_behind(root: Path, engine: Engi
         requests, expected = batch(root, seed)
         assert scores(engine, requests).tobytes() == expected.tobytes()
     engine.prepare(batch(root, 200)[0]).close()  # nothing of it may be pending when memory goes
+
+
+def test_many_batches_use_the_memory_of_two(root: Path, engine: Engine) -> None:
+    """One computes and one is ahead."""
+    new_buffers = CudaDevice.new_buffers
+    with patch.object(CudaDevice, "new_buffers", autospec=True, side_effect=new_buffers) as spy:
+        for seed in range(10):
+            ahead = engine.prepare(batch(root, seed)[0])
+            engine.compute(engine.prepare(batch(root, seed)[0]))
+            ahead.close()
+    assert spy.call_count == 2
+
+
+def test_a_frame_comes_back_from_a_device_that_has_failed() -> None:
+    with opened_device("cuda-double") as device:
+        cache = FeatureCache([new_row_cache(device=device)], num_frames=1)
+        event = device.compute.record()
+        machine_of(device).fail("Event.synchronize", 700)
+        for _ in range(2):  # the second one would wait for ever
+            with pytest.raises(DeviceError, match="restart the server"), cache.frame() as frame:
+                frame.slab_frames[0].event = event

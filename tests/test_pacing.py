@@ -29,27 +29,27 @@ def new_timings(prepare_s: float, compute_s: float) -> BatchTimings:
 
 def test_a_batch_is_closed_one_prepare_before_the_end_of_the_other() -> None:
     pace = new_pace((8, 2, 10))
-    assert pace.close_s(100, num_rows=8, num_next_rows=8) == 100 + 10 - 2
+    assert pace.close_at_s(100, num_rows=8, num_next_rows=8) == 100 + 10 - 2
 
 
 def test_without_data_nothing_is_closed_before_the_end() -> None:
-    assert new_pace().close_s(100, 8, 8) == math.inf
-    assert new_pace((8, 2, 10)).close_s(100, 8, 64) == math.inf
-    assert new_pace((8, 2, 10)).close_s(100, 64, 8) == math.inf
+    assert new_pace().close_at_s(100, 8, 8) == math.inf
+    assert new_pace((8, 2, 10)).close_at_s(100, 8, 64) == math.inf
+    assert new_pace((8, 2, 10)).close_at_s(100, 64, 8) == math.inf
 
 
 def test_batches_of_about_the_same_rows_predict_each_other() -> None:
     pace = new_pace((1, 1, 4), (64, 16, 40))
-    assert pace.close_s(0, num_rows=64, num_next_rows=1) == 40 - 1
-    assert pace.close_s(0, num_rows=1, num_next_rows=100) == 4 - 16
-    assert pace.close_s(0, num_rows=127, num_next_rows=64) == 40 - 16
+    assert pace.close_at_s(0, num_rows=64, num_next_rows=1) == 40 - 1
+    assert pace.close_at_s(0, num_rows=1, num_next_rows=100) == 4 - 16
+    assert pace.close_at_s(0, num_rows=127, num_next_rows=64) == 40 - 16
 
 
 def test_one_slow_batch_moves_nothing_and_a_change_is_learned() -> None:
     pace = new_pace(*[(8, 2, 10)] * 5, (8, 50, 500))
-    assert pace.close_s(0, 8, 8) == 10 - 2
+    assert pace.close_at_s(0, 8, 8) == 10 - 2
     pace = new_pace(*[(8, 2, 10)] * 5, *[(8, 3, 20)] * 3)
-    assert pace.close_s(0, 8, 8) == 20 - 3
+    assert pace.close_at_s(0, 8, 8) == 20 - 3
 
 
 # Whole runs: arrivals in, batches out.
@@ -104,7 +104,7 @@ class Simulation:
             self.computing.ended_s = now_s + self.compute_s(self.computing.rows)
         wait_s = math.inf
         if not self.ahead and (self.is_overlapped or not self.computing):
-            take = self.queue.take(now_s, not_before_s=self.close_s)
+            take = self.queue.take(now_s, not_before_s=self.close_at_s)
             if take.batch:
                 rows = len(take.batch)
                 self.ahead = Batch(rows, now_s, now_s + self.prepare_s(rows))
@@ -116,10 +116,10 @@ class Simulation:
         times += [self.ahead.ready_s] if self.ahead and self.ahead.ready_s > now_s else []
         return min(times)
 
-    def close_s(self, num_rows: int) -> float:
+    def close_at_s(self, num_rows: int) -> float:
         if not self.computing:
             return -math.inf
-        return self.pace.close_s(self.computing.begun_s, self.computing.rows, num_rows)
+        return self.pace.close_at_s(self.computing.begun_s, self.computing.rows, num_rows)
 
 
 def prepare_s(rows: int) -> float:
