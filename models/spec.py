@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 from models.errors import ModelConfigError
 from models.tensor_spec import TensorSpec
@@ -36,7 +37,16 @@ Name = Annotated[str, Field(min_length=1)]
 # A name, or {name: options} such as {tensorrt: {trt_fp16_enable: true}}.
 ProviderEntry = str | dict[str, dict[str, str | int | float | bool]]
 # module:callable
-Factory = Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*$")]
+_FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def _checked_factory(text: str) -> str:
+    if not _FACTORY.fullmatch(text):
+        raise ValueError("expected module:callable, such as my_models:build_ranker")
+    return text
+
+
+Factory = Annotated[str, AfterValidator(_checked_factory)]
 Milliseconds = Annotated[float, Field(ge=0, le=86_400_000, allow_inf_nan=False)]  # up to a day
 
 

@@ -122,7 +122,10 @@ def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
             "backend torch needs 'inputs' and 'outputs': its file names none",
         ),
         ("factory: 'm:f'", "'factory' is a field of the backend torch"),
-        ("{backend: torch, factory: m}", "factory: "),
+        (
+            "{backend: torch, factory: m}",
+            "expected module:callable, such as my_models:build_ranker",
+        ),
         ("{backend: torch, factory: 'm.f'}", "factory: "),
         ("{backend: torch, factory: '../m:f'}", "factory: "),
         ("{backend: torch, factory: 'm.py:'}", "factory: "),
