@@ -7,7 +7,7 @@ from typing import Any
 
 from cache import Device, FeatureCache
 from server.model_manager import IndexEntry
-from server.settings import Settings, format_size, table_memory
+from server.settings import Settings, format_size
 
 
 def banner(
@@ -16,11 +16,12 @@ def banner(
     features: FeatureCache,
     models: Iterable[IndexEntry],
     url: str,
+    max_table_bytes: int,
 ) -> str:
     """The text of the banner; the models that are not ready have their reasons."""
     rows = [
         ("device", [device.name]),
-        ("budgets", _budgets(settings, device)),
+        ("budgets", _budgets(settings, device, max_table_bytes)),
         ("models", [_model(entry) for entry in models] or ["none"]),
         ("tables", _tables(features) or ["none"]),
         ("url", [f"{url}  (docs: {url}/docs, metrics: {url}/metrics)"]),
@@ -38,6 +39,7 @@ def serving_fields(
     features: FeatureCache,
     models: Iterable[IndexEntry],
     url: str,
+    max_table_bytes: int,
 ) -> dict[str, Any]:
     """What the banner says, as the fields of a log line."""
     return {
@@ -46,7 +48,7 @@ def serving_fields(
             "device": {
                 "max_bytes": device.max_bytes,
                 "reserve": settings.reserve,
-                "max_table_bytes": table_memory(settings, device),
+                "max_table_bytes": max_table_bytes,
                 "used_bytes": device.budget.used_bytes,
             },
             "host": {
@@ -69,12 +71,12 @@ def serving_fields(
     }
 
 
-def _budgets(settings: Settings, device: Device) -> list[str]:
+def _budgets(settings: Settings, device: Device, max_table_bytes: int) -> list[str]:
     used = format_size(device.budget.used_bytes)
     host_used = format_size(device.host_budget.used_bytes)
     return [
         f"device {format_size(device.max_bytes)}, of it {settings.reserve:.0%} in reserve, "
-        f"tables up to {format_size(table_memory(settings, device))}; {used} used",
+        f"tables up to {format_size(max_table_bytes)}; {used} used",
         f"host {format_size(settings.host_memory)}; {host_used} used",
     ]
 

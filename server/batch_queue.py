@@ -8,6 +8,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from server.pacing import size_class
+
 
 @dataclass(slots=True, eq=False)
 class Queued:
@@ -81,10 +83,12 @@ class BatchQueue(Generic[Item]):
         assert not self.is_full()
         assert not self.max_batch_size or item.num_rows <= self.max_batch_size
         group = self._key_to_group.setdefault(item.shape_key, _Group())
+        old_size = size_class(group.num_rows)
         group[item] = None
         group.num_rows += item.num_rows
         self._num_requests += 1
-        return len(group) == 1 or self._cannot_grow(group)
+        has_new_size = size_class(group.num_rows) != old_size  # so `not_before_s` may have changed
+        return len(group) == 1 or has_new_size or self._cannot_grow(group)
 
     def cancel(self, item: Item) -> bool:
         """Takes a request out of the queue; False when it is not (or no longer) queued."""
@@ -104,6 +108,7 @@ class BatchQueue(Generic[Item]):
         """The next batch, if one is due; with `is_draining` nothing waits for more to come.
 
         `not_before_s` says, for the rows so far, until when a batch that can grow waits at least.
+        It says the same for all rows of one `size_class`.
         """
         expired: list[Item] = []
         while groups := self._key_to_group.values():

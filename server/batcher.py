@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -33,7 +34,7 @@ class Closable(Protocol):
     """A prepared batch as the batcher sees it."""
 
     def close(self) -> None:
-        """Gives back what the batch holds, when it is not computed; blocks."""
+        """Gives back what the batch holds, once; blocks. Nothing happens when it is computed."""
 
 
 class BatchEngine(Protocol[Prepared]):
@@ -257,7 +258,19 @@ class Batcher(Generic[Prepared]):
                 self._wake_all()
                 is_last = not self._num_working
             if is_last:
-                self._call_on_loop(self._end)
+                try:
+                    self._close_left()
+                finally:
+                    self._call_on_loop(self._end)
+
+    def _close_left(self) -> None:
+        """Closes the batches with which no worker goes on, since one has died."""
+        left = [self._computing, self._next]
+        self._computing = self._next = None
+        with ExitStack() as held:  # the memory and the frames are wanted by other models
+            for batch in left:
+                if batch is not None:
+                    held.callback(batch.prepared.close)
 
     def _end(self) -> None:
         # Nothing is unanswered here unless a worker died of a fault of our own.
@@ -363,14 +376,9 @@ class Batcher(Generic[Prepared]):
             if following is not None:
                 self._begin(following)
         # Answered at last, so that the next request of an idle model finds nothing computing.
-        try:
-            if result is not None:
-                self._statistics.record_execution(batch.num_rows, result.timings)
-                self._post(_answers(batch, result))
-        except BaseException:
-            if following is not None:  # its memory and its frame are wanted by other models
-                following.prepared.close()
-            raise
+        if result is not None:
+            self._statistics.record_execution(batch.num_rows, result.timings)
+            self._post(_answers(batch, result))
         return following
 
     def _fail(self, requests: list[_Pending], error: BaseException) -> None:

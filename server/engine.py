@@ -68,7 +68,7 @@ class PreparedBatch:
     held: ExitStack
 
     def close(self) -> None:
-        """Waits for the device's work on the inputs, and gives back what is held; once only."""
+        """Waits for the device's work on the inputs, and gives back what is held, once."""
         self.held.close()
 
 

@@ -55,13 +55,15 @@ def serve(settings: Settings) -> None:
             max_host_bytes=settings.host_memory,
             reserve_fraction=settings.reserve,
         )
-        features = _open_tables(settings, device)
+        max_table_bytes = table_memory(settings, device)
+        features = _open_tables(settings, device, max_table_bytes)
         warm_up()
         repository = _open_repository(settings, device, features)
         repository.names()  # a repository that cannot be read ends the start here
     except (CacheError, ModelError, SettingsError) as error:
         raise StartError(str(error)) from error
-    service = Service(settings, device, features, ModelManager(repository, features, device))
+    manager = ModelManager(repository, features, device)
+    service = Service(settings, device, features, manager, max_table_bytes)
     uvloop.run(service.run(listener))
     features.close()
     device.close()
@@ -83,13 +85,13 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _open_tables(settings: Settings, device: Device) -> FeatureCache:
+def _open_tables(settings: Settings, device: Device, max_table_bytes: int) -> FeatureCache:
     if settings.repository is None:
         return FeatureCache((), settings.pipeline_depth)
     return FeatureCache.open(
         settings.repository / "tables",
         device,
-        table_memory_bytes=table_memory(settings, device),
+        table_memory_bytes=max_table_bytes,
         host_memory_bytes=settings.host_memory,
         is_direct_io=settings.io == "direct",
         num_frames=settings.pipeline_depth,
@@ -119,12 +121,18 @@ class Service:
     """
 
     def __init__(
-        self, settings: Settings, device: Device, features: FeatureCache, manager: ModelManager
+        self,
+        settings: Settings,
+        device: Device,
+        features: FeatureCache,
+        manager: ModelManager,
+        max_table_bytes: int,
     ) -> None:
         self._settings = settings
         self._device = device
         self._features = features
         self._manager = manager
+        self._max_table_bytes = max_table_bytes
         self._bodies = BodyReader(settings.max_body_bytes)
         self._lookup = TableLookup(
             features, device, settings.max_body_bytes, settings.pipeline_depth
@@ -184,8 +192,9 @@ class Service:
         # tens of milliseconds, in the middle of some request.
         gc.collect()
         gc.freeze()
-        shown = (self._settings, self._device, self._features, entries, url)
-        if self._settings.log_format == "json":
+        settings, device, features = self._settings, self._device, self._features
+        shown = (settings, device, features, entries, url, self._max_table_bytes)
+        if settings.log_format == "json":
             logger.info("serving", extra=serving_fields(*shown))
         else:
             print(banner(*shown), flush=True)

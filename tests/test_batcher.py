@@ -170,8 +170,9 @@ def test_a_cancelled_request_is_gone_and_only_once() -> None:
 
 def test_adding_says_whether_a_waiting_worker_must_look_again() -> None:
     queue = new_queue(delay_s=10)
-    items = [Queued(num_rows, "k", 0.0) for num_rows in (1, 1, 6)]
-    assert [queue.add(item) for item in items] == [True, False, True]
+    items = [Queued(num_rows, "k", 0.0) for num_rows in (1, 1, 1, 5)]
+    # The second batch size is of another class than the first, and may be due at another time.
+    assert [queue.add(item) for item in items] == [True, True, False, True]
 
 
 class PolicyMachine(RuleBasedStateMachine):
@@ -579,6 +580,37 @@ def test_a_worker_that_dies_of_our_own_fault_takes_the_other_along() -> None:
         assert [len(batch) for batch in engine.batches][:1] == [1]
         with pytest.raises(ShuttingDownError):
             await bench.send(1)
+
+    on_bench(story, engine=engine)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_is_prepared_after_the_other_worker_died_is_given_back() -> None:
+    engine = GatedEngine(is_gated=True)
+    may_die = threading.Event()
+
+    def die(*_: object) -> None:
+        assert may_die.wait(timeout=10)
+        raise RuntimeError
+
+    async def story(bench: Bench) -> None:
+        first = await bench.occupy()
+        tasks = await bench.send_and_queue(*[1] * 16)  # two full batches
+        while len(engine.held) < 2:
+            await asyncio.sleep(0.001)
+        engine.preparing.is_open = False
+        for _ in range(2):
+            await engine.wait_until_preparing()
+        with patch.object(ModelStatistics, "record_execution", side_effect=die):
+            engine.end_one_run()
+            await engine.wait_until_preparing()  # the third batch
+            may_die.set()
+            while [thread.name for thread in threading.enumerate()].count("batcher m") > 1:
+                await asyncio.sleep(0.001)
+            engine.open()
+            answers = await asyncio.gather(first, *tasks, return_exceptions=True)
+        assert values(answers) == [InferenceError] * 17
+        assert [batch.is_closed for batch in engine.held] == [True] * 3
 
     on_bench(story, engine=engine)
 
