@@ -299,7 +299,7 @@ def open_device(
     from cache import cuda
 
     if name == "auto":
-        problem = cuda.probe().problem
+        problem = cuda.probe(index=0).problem
         name = "cuda:0" if problem is None else "cpu"
         if problem is not None:
             log.info("the device is the cpu: %s", problem)

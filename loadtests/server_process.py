@@ -78,7 +78,7 @@ class ServerProcess:
             )
         try:
             self._wait_ready()
-        except BaseException:
+        except BaseException:  # whatever it was, the process must not be left behind
             self._process.kill()
             self._process.wait()
             raise

@@ -432,7 +432,7 @@ class ModelManager:
     async def _close(self, served: ServedModel) -> None:
         try:
             await served.close()
-        except Exception:
+        except Exception:  # nobody waits for it; the log has the traceback
             logger.exception("closing model %r failed", served.model.name)
         finally:
             del self._closing[served]

@@ -175,7 +175,7 @@ class Service:
         try:
             await self._manager.start(load_all=self._settings.load == "all")
             entries = await asyncio.to_thread(self._manager.index)
-        except Exception:
+        except Exception:  # a fault of our own: without an end the server would never be ready
             logger.exception("loading the models failed")
             self._fault = "loading the models failed; the log has the details"
             self._server.stop()

@@ -87,7 +87,7 @@ def running_server(
         try:
             _wait_until_ready(server)
             yield server
-        except BaseException:
+        except BaseException:  # whatever it was, the process must not be left behind
             server.process.kill()
             server.process.wait()
             print(server.log(), file=sys.stderr)

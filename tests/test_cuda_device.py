@@ -12,7 +12,7 @@ import pytest
 
 from cache.cuda import CudaDevice, probe
 from cache.cuda_buffers import plan_bytes
-from cache.device import Output
+from cache.device import Output, open_device
 from cache.errors import DeviceError, OutOfMemoryError
 from tests.cache_fixtures import look_up, machine_of, new_row_cache, opened_device
 from tests.cuda_double.cupy_double import cupy_of
@@ -159,6 +159,10 @@ def test_only_the_gpu_that_is_asked_for_is_touched() -> None:
         device = CudaDevice(0, max_bytes=MIB, max_host_bytes=MIB, cupy=cupy)
         with pytest.raises(DeviceError, match="'cuda:1' cannot be used: the driver shows no"):
             CudaDevice(1, max_bytes=MIB, max_host_bytes=MIB, cupy=cupy)
+        with patch("cache.cuda.importlib.import_module", return_value=cupy):
+            automatic = open_device("auto", max_bytes=MIB, max_host_bytes=MIB)
+        assert automatic.name == "cuda:0"
+        automatic.close()
     device.close()
 
 
